@@ -1,0 +1,36 @@
+# Every target sets up what it needs in .venv; a second run installs nothing.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: demo test slow lint format bench clean
+
+demo: $(READY)          ## analyse the attention layers of a small trained ViT
+	$(BIN)/holdfast demo --out out
+
+test: $(READY)          ## the test suite, without the slow tests
+	$(BIN)/python -m pytest
+
+slow: $(READY)          ## the slow tests alone
+	$(BIN)/python -m pytest -m slow
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)         ## every benchmark; results go to results/benchmarks
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) out build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@

@@ -1,0 +1,141 @@
+"""What a layer and its input must be; every complaint is one line about the caller's own arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.errors import InputError
+
+if TYPE_CHECKING:
+    from holdfast.attention.layer import AttentionLayer
+
+_FLOATS = (torch.float32, torch.float64)
+
+
+def weights(tensors: Mapping[str, Tensor]) -> None:
+    """Shapes that fit together, one dtype, one device, finite numbers."""
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor):
+            raise InputError(f"{name} is {type(t).__name__}; expected a torch tensor")
+        if t.dtype not in _FLOATS:
+            raise InputError(f"{name} has dtype {t.dtype}; expected float32 or float64")
+    for name in ("w_q", "w_k", "w_v", "w_o"):
+        if tensors[name].ndim != 3:
+            raise InputError(f"{name} has shape {_shape(tensors[name])}; expected three dimensions, (heads, d, k)")
+    (h, d, k), (g, d_out) = tensors["w_q"].shape, (tensors["w_k"].shape[0], tensors["w_o"].shape[2])
+    if min(h, g, d, k, d_out) == 0:
+        raise InputError(f"w_q has shape {_shape(tensors['w_q'])}; every size must be at least 1")
+    if h % g:
+        raise InputError(f"w_q has {h} heads and w_k {g}; the key-value heads must divide the query heads")
+    expected = {
+        "w_k": (g, d, k),
+        "w_v": (g, d, k),
+        "w_o": (h, k, d_out),
+        "b_q": (h, k),
+        "b_k": (g, k),
+        "b_v": (g, k),
+        "b_o": (d_out,),
+    }
+    first = tensors["w_q"]
+    for name, t in tensors.items():
+        if name in expected and tuple(t.shape) != expected[name]:
+            raise InputError(
+                f"{name} has shape {_shape(t)}; expected {expected[name]} beside w_q of shape {_shape(first)}"
+            )
+        if t.dtype != first.dtype or t.device != first.device:
+            raise InputError(
+                f"{name} is {t.dtype} on {t.device} and w_q {first.dtype} on {first.device}; "
+                "give all weights one dtype and one device"
+            )
+        finite(t, name)
+
+
+def options(layer: AttentionLayer) -> None:
+    """Finite scale and residual, a residual only where shapes allow it, a mask that leaves every query a key."""
+    for name in ("scale", "residual"):
+        value = getattr(layer, name)
+        if not math.isfinite(value):
+            raise InputError(f"{name} is {value}; expected a finite number")
+    if layer.residual and layer.d_out != layer.d:
+        raise InputError(
+            f"residual is {layer.residual:g} but the layer maps width {layer.d} to {layer.d_out}; "
+            "a residual needs equal widths"
+        )
+    mask = layer.mask
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(f"mask is {found}; expected a bool tensor, True where attention is allowed")
+    if mask.ndim < 2 or mask.shape[-1] != mask.shape[-2]:
+        raise InputError(f"mask has shape {_shape(mask)}; expected (n, n) or (b, n, n)")
+    allowed = layer.allowed(mask.shape[-1])
+    assert allowed is not None
+    empty = (~allowed.any(-1)).nonzero()
+    if len(empty):
+        raise InputError(
+            f"mask leaves no key to the query at index {tuple(empty[0].tolist())} ({len(empty)} such rows); "
+            "every query needs at least one key, so let padding tokens attend to themselves"
+        )
+
+
+def input(layer: AttentionLayer, x: Tensor) -> None:
+    """An input of the layer's width, with at least one token, finite, that fits the mask."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"x is {type(x).__name__}; expected a tensor (…, n, {layer.d})")
+    if x.dtype not in _FLOATS:
+        raise InputError(f"x has dtype {x.dtype}; expected float32 or float64")
+    if x.ndim < 2 or x.shape[-1] != layer.d or x.shape[-2] == 0 or x.numel() == 0:
+        raise InputError(f"x has shape {_shape(x)}; expected (…, n, {layer.d}) with at least one token")
+    if x.device != layer.device:
+        raise InputError(f"x is on {x.device} and the layer on {layer.device}; move one of them")
+    finite(x, "x")
+    if layer.mask is None:
+        return
+    n = layer.mask.shape[-1]
+    if x.shape[-2] != n:
+        raise InputError(f"x has {x.shape[-2]} tokens and the mask is for {n}")
+    batch, masks = x.shape[:-2], layer.mask.shape[:-2]
+    if masks and (len(masks) > len(batch) or not _broadcasts(masks, batch)):
+        raise InputError(f"mask has batch shape {tuple(masks)} and x {tuple(batch)}; expected the same")
+
+
+def same_dtype(layer: AttentionLayer, x: Tensor) -> None:
+    """The layer's own dtype, so that nothing is rounded unseen."""
+    if isinstance(x, Tensor) and x.dtype in _FLOATS and x.dtype != layer.dtype:
+        raise InputError(f"x is {x.dtype} and the layer {layer.dtype}; use layer.to(x.dtype) or x.to(layer.dtype)")
+
+
+def finite(t: Tensor, name: str) -> None:
+    """No NaN and no infinity."""
+    bad = int((~torch.isfinite(t)).sum())
+    if bad:
+        raise InputError(f"{name} of shape {_shape(t)} has {bad} NaN or infinite entries; expected finite numbers")
+
+
+def module(attention: nn.MultiheadAttention) -> None:
+    """Plain self-attention: what an `AttentionLayer` can stand for."""
+    reasons = {
+        "has separate key or value widths (kdim, vdim)": attention.in_proj_weight is None,
+        "appends bias_k and bias_v tokens": attention.bias_k is not None,
+        "appends a zero token (add_zero_attn)": attention.add_zero_attn,
+        f"is in training mode with dropout {attention.dropout:g}; call eval() first": (
+            attention.training and attention.dropout > 0
+        ),
+    }
+    for reason, found in reasons.items():
+        if found:
+            raise InputError(f"this nn.MultiheadAttention {reason}, which is not plain self-attention")
+
+
+def _shape(t: Tensor) -> tuple[int, ...]:
+    return tuple(t.shape)
+
+
+def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    return all(size in (1, other) for size, other in zip(reversed(shape), reversed(to), strict=False))

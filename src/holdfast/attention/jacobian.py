@@ -1,0 +1,281 @@
+"""The Jacobian of an attention layer in closed form, and the two linear maps of the LoFAST splitting.
+
+With s_ij the scores and p_i their softmax, a_i = ∂s_ij/∂x_j (the key side; the same for all j), A x_j = ∂s_ij/∂x_i up
+to a term that is constant along the row and that softmax ignores, C = W^V W^O and ȳ_i = Σ_j p_ij x_j:
+
+    J_ij = residual δ_ij I + Σ_l p_ij Cᵀ (I + (x_j - ȳ_i) a_iᵀ) + δ_ij Σ_l Cᵀ Cov_i(x) Aᵀ.
+
+Products with J need no such block: `mv` is the derivative of one pass, `rmv` its transpose.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Generic, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from holdfast.attention.layer import AttentionLayer, join_heads, merge_heads, project, split_heads
+from holdfast.linalg.operator import AssembledOperator, Enclosure, Gram, ProvableOperator
+from holdfast.linalg.rounding import UNIT, Array, Ball, frobenius_upper, gamma
+
+_CHUNK_DOUBLES = 2**23  # rows of a matrix are assembled in pieces of about this size
+
+
+@dataclass(frozen=True)
+class Folded(Generic[Array]):
+    """The layer at x with its maps multiplied out; biases that cancel in every derivative are left out.
+
+    Attributes:
+        p: (…,h,n,n) probabilities.
+        c: (h,d,d_out) C = W^V W^O.
+        v: (…,h,n,d_out) the tokens' values X C.
+        y: (…,h,n,d_out) P X C.
+        key: (…,h,n,d) row i is a_i = ∂s_ij/∂x_j = Aᵀx_i + scale · W^K b^Q.
+        query: (…,h,n,d) row j is A x_j, which is ∂s_ij/∂x_i up to a constant along the row.
+    """
+
+    p: Array
+    c: Array
+    v: Array
+    y: Array
+    key: Array
+    query: Array
+
+
+def fold(layer: AttentionLayer, x: Array) -> Folded[Array]:
+    """Multiplies the maps of the layer out at x."""
+    w = layer.weights(x)
+    q, k = project(x, w.w_q, w.b_q), project(x, w.w_k, None)
+    # The key bias adds q_i · b_k to every score of row i, which softmax ignores.
+    p = layer.probabilities(q @ k.mT * layer.scale)
+    c = w.w_v @ w.w_o
+    v = x.unsqueeze(-3) @ c
+    return Folded(p, c, v, p @ v, q @ w.w_k.mT * layer.scale, k @ w.w_q.mT * layer.scale)
+
+
+@final
+class AttentionJacobian(AssembledOperator):
+    """DF(x) as an operator from (n, d) to (n, d_out); the batch is that of x.
+
+    `mv` costs two attention passes, `rmv` two and a half; the pass at x itself is kept.
+    """
+
+    def __init__(self, layer: AttentionLayer, x: Float[Tensor, "*b n d"]) -> None:
+        self._layer, self._x = layer, x
+        w = layer.weights(x)
+        self._w_in = torch.cat([join_heads(w.w_q), join_heads(w.w_k), join_heads(w.w_v)], dim=-1)
+        self._w_out = w.w_o.flatten(0, 1)
+        parts = layer.run(x)
+        # The scale of the scores is carried by q and k, once.
+        self._q, self._k = parts.q * layer.scale, parts.k * layer.scale
+        self._v, self._p, self._y = parts.v, parts.p, parts.y
+        super().__init__(x.shape[:-2], x.shape[-2:], torch.Size((x.shape[-2], layer.d_out)), x)
+
+    def mv(self, v: Float[Tensor, "*m n d"]) -> Float[Tensor, "*m n d_out"]:
+        dq, dk, dv = (split_heads(t, self._layer.h) for t in (v @ self._w_in).chunk(3, dim=-1))
+        ds = torch.cat([dq, self._q.expand_as(dq)], -1) @ torch.cat([self._k.expand_as(dk), dk], -1).mT
+        weighted = self._p * ds
+        # p' = p ∘ (s' - E_p s'), so the mean of s' along a row multiplies the row's output.
+        dy = weighted @ self._v + self._p @ dv - weighted.sum(-1, keepdim=True) * self._y
+        out = merge_heads(dy) @ self._w_out
+        return out + self._layer.residual * v if self._layer.residual else out
+
+    def rmv(self, u: Float[Tensor, "*m n d_out"]) -> Float[Tensor, "*m n d"]:
+        dy = split_heads(u @ self._w_out.mT, self._layer.h)
+        mean = (dy * self._y).sum(-1, keepdim=True)
+        ds = self._p * (dy @ self._v.mT - mean)
+        parts = (ds @ self._k, ds.mT @ self._q, self._p.mT @ dy)
+        out = torch.cat([merge_heads(t) for t in parts], dim=-1) @ self._w_in.mT
+        return out + self._layer.residual * u if self._layer.residual else out
+
+    def part(self, start: int, stop: int) -> AttentionJacobian:
+        x = self._x.reshape(-1, *self.domain)[start:stop]
+        return AttentionJacobian(self._layer.part(self.batch, start, stop), x)
+
+    def enclose(self) -> Enclosure:
+        f = fold(self._layer, Ball.exact(self._x))
+        return _enclose_rows(f, self._layer.residual, scores_move=True)
+
+
+@final
+class ValueOperator(AssembledOperator):
+    """H ⊗ I + Σ_l P_l ⊗ (W_l^V W_l^O)ᵀ: G ↦ HG + Σ_l P_l G W_l^V W_l^O (LoFAST, Lemma 1).
+
+    The output moves by its image when the probabilities are held fixed; its norm is ζ(X).
+    """
+
+    def __init__(self, layer: AttentionLayer, x: Float[Tensor, "*b n d"]) -> None:
+        self._layer, self._x = layer, x
+        w = layer.weights(x)
+        self._w_v, self._w_out = join_heads(w.w_v), w.w_o.flatten(0, 1)
+        self._p = layer.run(x).p
+        super().__init__(x.shape[:-2], x.shape[-2:], torch.Size((x.shape[-2], layer.d_out)), x)
+
+    def mv(self, v: Float[Tensor, "*m n d"]) -> Float[Tensor, "*m n d_out"]:
+        out = merge_heads(self._p @ split_heads(v @ self._w_v, self._layer.h)) @ self._w_out
+        return out + self._layer.residual * v if self._layer.residual else out
+
+    def rmv(self, u: Float[Tensor, "*m n d_out"]) -> Float[Tensor, "*m n d"]:
+        out = merge_heads(self._p.mT @ split_heads(u @ self._w_out.mT, self._layer.h)) @ self._w_v.mT
+        return out + self._layer.residual * u if self._layer.residual else out
+
+    def part(self, start: int, stop: int) -> ValueOperator:
+        x = self._x.reshape(-1, *self.domain)[start:stop]
+        return ValueOperator(self._layer.part(self.batch, start, stop), x)
+
+    def enclose(self) -> Enclosure:
+        f = fold(self._layer, Ball.exact(self._x))
+        return _enclose_rows(f, self._layer.residual, scores_move=False)
+
+
+@final
+class ScoreOperator(ProvableOperator):
+    """G ↦ G A_l Xᵀ + X A_l Gᵀ on the allowed pairs: how the scores move (LoFAST, Lemma 2).
+
+    T_ij = g_i · (A x_j) + a_i · g_j. The n² × nd matrix M_l(X) of the paper is never formed: its Gram matrix has a
+    closed form on both sides, and the smaller one is taken.
+
+    Args:
+        query: (*batch, n, d) rows A x_j, exact or enclosed.
+        key: (*batch, n, d) rows a_i.
+        allowed: (*batch, n, n) bool, or None where every pair is allowed.
+    """
+
+    def __init__(self, query: Tensor | Ball, key: Tensor | Ball, allowed: Tensor | None = None) -> None:
+        self._query, self._key = _ball(query), _ball(key)
+        values, n = self._query.mid, query.shape[-2]
+        pairs = values.new_ones(n, n) if allowed is None else allowed.to(values)
+        self._allowed = pairs.expand(*query.shape[:-2], n, n)
+        super().__init__(query.shape[:-2], query.shape[-2:], torch.Size((n, n)), values)
+
+    def mv(self, v: Float[Tensor, "*m n d"]) -> Float[Tensor, "*m n n"]:
+        return (v @ self._query.mid.mT + self._key.mid @ v.mT) * self._allowed
+
+    def rmv(self, u: Float[Tensor, "*m n n"]) -> Float[Tensor, "*m n d"]:
+        u = u * self._allowed
+        return u @ self._query.mid + u.mT @ self._key.mid
+
+    @property
+    def doubles(self) -> int:
+        return 2 * min(self.domain.numel(), self.codomain.numel()) ** 2
+
+    def part(self, start: int, stop: int) -> ScoreOperator:
+        n, d = self.domain
+        query, key = self._query.reshape(-1, n, d)[start:stop], self._key.reshape(-1, n, d)[start:stop]
+        return ScoreOperator(query, key, self._allowed.reshape(-1, n, n)[start:stop])
+
+    def gram(self) -> Gram:
+        n, d = self.domain
+        matrix, error = self._gram_of_scores() if n < d else self._gram_of_tokens()
+        return Gram(matrix, error, torch.ones_like(error))
+
+    def _gram_of_scores(self) -> tuple[Tensor, Tensor]:
+        """M M*: ((i,j),(k,l)) ↦ δ_ik Ax_j·Ax_l + δ_jl a_i·a_k + δ_il a_k·Ax_j + δ_jk a_i·Ax_l on allowed pairs."""
+        n = self.domain[0]
+        qq, kk, kq = self._query @ self._query.mT, self._key @ self._key.mT, self._key @ self._query.mT
+        eye = torch.eye(n, dtype=torch.float64, device=self.device)
+        G = torch.einsum("ik,bjl->bijkl", eye, qq.mid)
+        G = G + torch.einsum("jl,bik->bijkl", eye, kk.mid)
+        G = G + torch.einsum("il,bkj->bijkl", eye, kq.mid)
+        G = G + torch.einsum("jk,bil->bijkl", eye, kq.mid)
+        pairs = self._allowed.flatten(-2)
+        matrix = G.reshape(-1, n * n, n * n) * pairs.unsqueeze(-1) * pairs.unsqueeze(-2)
+        # Each of the four parts stands n times; their sum is rounded three times.
+        radius = Ball.exact(torch.zeros_like(G[:, 0, 0, 0, 0]))
+        for part in (qq, kk, kq, kq):
+            radius = radius + frobenius_upper(part.rad) + Ball.exact(frobenius_upper(part.mid)) * gamma(4)
+        return matrix, (radius * (math.sqrt(n) * (1 + 4 * UNIT))).upper
+
+    def _gram_of_tokens(self) -> tuple[Tensor, Tensor]:
+        """M* M: block (i,j) is δ_ij (Σ_k m_ik Ax_k (Ax_k)ᵀ + m_ki a_k a_kᵀ) + m_ij Ax_j a_iᵀ + m_ji a_j (Ax_i)ᵀ."""
+        n, d = self.domain
+        Q, K, m = self._query, self._key, self._allowed
+        own = _outer_sums(m, Q) + _outer_sums(m.mT, K)
+        cross = torch.einsum("bij,bjc,bie->bicje", m, Q.mid, K.mid)
+        G = cross + torch.einsum("bji,bjc,bie->bicje", m, K.mid, Q.mid)
+        tokens = torch.arange(n, device=self.device)
+        G[:, tokens, :, tokens, :] += own.mid.movedim(1, 0)
+        q, k = Ball.exact(frobenius_upper(Q.mid)), Ball.exact(frobenius_upper(K.mid))
+        dq, dk = Ball.exact(frobenius_upper(Q.rad)), Ball.exact(frobenius_upper(K.rad))
+        # ‖(m_ij q_j k_iᵀ)_ij‖_F <= ‖Q‖_F ‖K‖_F, in exact and in rounded form; each product and sum is rounded.
+        products = (dq * (k + dk) + q * dk + q * k * gamma(4)) * 2.0
+        diagonal = Ball.exact(frobenius_upper(own.rad, (-3, -2, -1)))
+        diagonal = diagonal + Ball.exact(frobenius_upper(own.mid, (-3, -2, -1))) * gamma(4)
+        return G.reshape(-1, n * d, n * d), (products + diagonal).upper
+
+
+def score_operator(layer: AttentionLayer, x: Array) -> ScoreOperator:
+    """The operator of Lemma 2 for every head of the layer at x: the batch is that of x, then the heads."""
+    f = fold(layer, x)
+    allowed = layer.allowed(x.shape[-2])
+    return ScoreOperator(f.query, f.key, None if allowed is None else allowed.unsqueeze(-3))
+
+
+def _outer_sums(weights: Tensor, rows: Ball) -> Ball:
+    """Σ_j w_ij r_j r_jᵀ for every i: (b, n, d, d); one product where all rows of the weights agree."""
+    if bool((weights == 1).all()):
+        return (rows.mT @ rows).unsqueeze(-3) * torch.ones_like(weights[..., 0]).unsqueeze(-1).unsqueeze(-1)
+    d = rows.shape[-1]
+    outer = (rows.unsqueeze(-1) * rows.unsqueeze(-2)).flatten(-2, -1)
+    return (Ball.exact(weights) @ outer).reshape(*weights.shape[:-1], d, d)
+
+
+def _ball(t: Tensor | Ball) -> Ball:
+    return t if isinstance(t, Ball) else Ball(t, torch.zeros_like(t))
+
+
+# -- rows of the dense matrices, in pieces that stay small
+
+
+def _value_rows(f: Folded[Ball], rows: slice) -> Ball:
+    """Σ_l p_ij C_l for the queries `rows`: (b, r, d_out, n, d)."""
+    h, d, d_out = f.c.shape
+    p = f.p[..., rows, :].movedim(-3, -1)
+    return (p @ f.c.reshape(h, d * d_out)).reshape(*p.shape[:-1], d, d_out).movedim(-1, -3)
+
+
+def _moved(f: Folded[Ball], rows: slice) -> Ball:
+    """p_ij Cᵀ(x_j - ȳ_i): (b, r, h, n, d_out)."""
+    deviation = f.v.unsqueeze(-3) - f.y[..., rows, :].unsqueeze(-2)
+    return (f.p[..., rows, :].unsqueeze(-1) * deviation).movedim(1, 2)
+
+
+def _key_rows(moved: Ball, f: Folded[Ball], rows: slice) -> Ball:
+    """Σ_l p_ij Cᵀ(x_j - ȳ_i) a_iᵀ: (b, r, d_out, n, d)."""
+    b, r, h, n, d_out = moved.shape
+    key = f.key[..., rows, :].movedim(-3, -2)
+    return (moved.reshape(b, r, h, n * d_out).mT @ key).reshape(b, r, n, d_out, -1).movedim(-2, -3)
+
+
+def _query_blocks(moved: Ball, f: Folded[Ball]) -> Ball:
+    """Σ_l Cᵀ Cov_i(x) Aᵀ, the part of the diagonal blocks that comes through the query: (b, r, d_out, d)."""
+    b, r, h, n, d_out = moved.shape
+    return moved.reshape(b, r, h * n, d_out).mT @ f.query.reshape(b, 1, h * n, -1)
+
+
+def _enclose_rows(f: Folded[Ball], residual: float, *, scores_move: bool) -> Enclosure:
+    """The matrix of the Jacobian, or of its part with the probabilities held fixed."""
+    b, h, n, _ = f.p.shape
+    _, d, d_out = f.c.shape
+    J = f.p.mid.new_empty(b, n, d_out, n, d)
+    squares = Ball.exact(J.new_zeros(b))
+    step = max(1, _CHUNK_DOUBLES // (b * n * d_out * max(d, h)))
+    for start in range(0, n, step):
+        rows = slice(start, min(start + step, n))
+        index = torch.arange(rows.stop - start, device=J.device)
+        block = _value_rows(f, rows)
+        own = Ball.exact(residual * torch.eye(d_out, d, dtype=torch.float64, device=J.device))
+        if scores_move:
+            moved = _moved(f, rows)
+            block = block + _key_rows(moved, f, rows)
+            own = own + _query_blocks(moved, f).movedim(1, 0)
+        own = block[:, index, :, index + start] + own
+        block.mid[:, index, :, index + start] = own.mid
+        block.rad[:, index, :, index + start] = own.rad
+        J[:, rows] = block.mid
+        squares = squares + Ball.exact(frobenius_upper(block.rad, (-4, -3, -2, -1))).square()
+    return Enclosure(J.reshape(b, n * d_out, n * d), squares.sqrt().upper)

@@ -1,0 +1,298 @@
+"""One layer of unmodified softmax dot-product self-attention.
+
+Letters: b batch, h heads, g key-value heads, n tokens, d width, k head width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from holdfast.attention import checks
+from holdfast.errors import InputError
+from holdfast.linalg.rounding import Array, lift
+from holdfast.storage import Pathlike, read_tensors, write_tensors
+
+_NAMES = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o")
+
+
+@dataclass(frozen=True)
+class Weights(Generic[Array]):
+    """The weights with key-value heads repeated to h heads, in the arithmetic of an input."""
+
+    w_q: Array
+    w_k: Array
+    w_v: Array
+    w_o: Array
+    b_q: Array | None
+    b_k: Array | None
+    b_v: Array | None
+    b_o: Array | None
+
+
+@dataclass(frozen=True)
+class ForwardPass(Generic[Array]):
+    """What one pass computes: queries, keys, values (…,h,n,k), probabilities (…,h,n,n), heads' outputs (…,h,n,k)."""
+
+    q: Array
+    k: Array
+    v: Array
+    p: Array
+    y: Array
+
+
+@final
+class AttentionLayer:
+    """F(X) = residual · X + Σ_l P_l X W_l^V W_l^O with P_l = softmax(scale · X W_l^Q (X W_l^K)ᵀ), biases allowed.
+
+    Args:
+        w_q: (h, d, k) query maps: q_l = x @ w_q[l].
+        w_k: (g, d, k) key maps; g divides h, and head l uses key-value head l // (h / g).
+        w_v: (g, d, k) value maps.
+        w_o: (h, k, d_out) output maps; d_out may differ from d when residual is 0.
+        b_q: (h, k) biases, and likewise b_k (g, k), b_v (g, k), b_o (d_out).
+        b_k: see b_q.
+        b_v: see b_q.
+        b_o: see b_q.
+        scale: of the scores; default 1/sqrt(k).
+        residual: H = residual · I.
+        mask: bool, True where a query (row) may attend to a key (column): (n, n) or (b…, n, n).
+        causal: a query attends to no later key.
+
+    Example:
+        >>> layer = AttentionLayer.from_module(torch.nn.MultiheadAttention(32, 4))
+        >>> layer(torch.randn(8, 10, 32)).shape
+        torch.Size([8, 10, 32])
+    """
+
+    def __init__(
+        self,
+        w_q: Float[Tensor, "h d k"],
+        w_k: Float[Tensor, "g d k"],
+        w_v: Float[Tensor, "g d k"],
+        w_o: Float[Tensor, "h k d_out"],
+        b_q: Float[Tensor, "h k"] | None = None,
+        b_k: Float[Tensor, "g k"] | None = None,
+        b_v: Float[Tensor, "g k"] | None = None,
+        b_o: Float[Tensor, " d_out"] | None = None,
+        scale: float | None = None,
+        residual: float = 0.0,
+        mask: Bool[Tensor, "*b n n"] | None = None,
+        causal: bool = False,
+    ) -> None:
+        self.w_q, self.w_k, self.w_v, self.w_o = w_q, w_k, w_v, w_o
+        self.b_q, self.b_k, self.b_v, self.b_o = b_q, b_k, b_v, b_o
+        checks.weights(self._tensors())
+        self.scale = 1 / math.sqrt(self.k) if scale is None else float(scale)
+        self.residual = float(residual)
+        self.mask, self.causal = mask, bool(causal)
+        checks.options(self)
+
+    # -- sizes
+
+    @property
+    def h(self) -> int:
+        return self.w_q.shape[0]
+
+    @property
+    def g(self) -> int:
+        return self.w_k.shape[0]
+
+    @property
+    def d(self) -> int:
+        return self.w_q.shape[1]
+
+    @property
+    def k(self) -> int:
+        return self.w_q.shape[2]
+
+    @property
+    def d_out(self) -> int:
+        return self.w_o.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.w_q.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.w_q.device
+
+    def __repr__(self) -> str:
+        options = [f"residual={self.residual:g}"] if self.residual else []
+        options += [f"mask={tuple(self.mask.shape)}"] if self.mask is not None else []
+        options += ["causal=True"] if self.causal else []
+        sizes = f"h={self.h}, g={self.g}, d={self.d}, k={self.k}, d_out={self.d_out}"
+        return f"AttentionLayer({', '.join([sizes, str(self.dtype), *options])})"
+
+    # -- the layer as a function
+
+    def __call__(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d_out"]:
+        """The output F(x)."""
+        checks.same_dtype(self, x)
+        checks.input(self, x)
+        return self.output(x, self.run(x))
+
+    def attention(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b h n n"]:
+        """The attention probabilities of every head."""
+        checks.same_dtype(self, x)
+        checks.input(self, x)
+        return self.run(x).p
+
+    def run(self, x: Array) -> ForwardPass[Array]:
+        """One pass over x, with its parts kept; x may also be a ball."""
+        w = self.weights(x)
+        q, k, v = project(x, w.w_q, w.b_q), project(x, w.w_k, w.b_k), project(x, w.w_v, w.b_v)
+        p = self.probabilities(q @ k.mT * self.scale)
+        return ForwardPass(q, k, v, p, p @ v)
+
+    def probabilities(self, scores: Array) -> Array:
+        """Softmax of scores (…, h, n, n) over the keys that the mask allows."""
+        allowed = self.allowed(scores.shape[-1])
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed.unsqueeze(-3).to(scores.device), -math.inf)
+        return scores.softmax(-1)
+
+    def output(self, x: Array, parts: ForwardPass[Array]) -> Array:
+        """F(x) from the parts of its pass."""
+        w = self.weights(x)
+        out = merge_heads(parts.y) @ w.w_o.flatten(0, 1)
+        if w.b_o is not None:
+            out = out + w.b_o
+        return out + x * self.residual if self.residual else out
+
+    def weights(self, like: Array) -> Weights[Array]:
+        """The weights in the arithmetic of `like`, one key-value head for every query head."""
+        repeats = self.h // self.g
+        tensors = {
+            name: lift(t.repeat_interleave(repeats, 0) if name[2] in "kv" and repeats > 1 else t, like)
+            for name, t in self._tensors().items()
+        }
+        return Weights(**{name: tensors.get(name) for name in _NAMES})  # type: ignore[arg-type]
+
+    def allowed(self, n: int) -> Bool[Tensor, "*b n n"] | None:
+        """Which key each query may attend to, or None where every pair is allowed."""
+        if not self.causal:
+            return self.mask
+        lower = torch.ones(n, n, dtype=torch.bool, device=self.device).tril()
+        return lower if self.mask is None else lower & self.mask
+
+    # -- other forms
+
+    def to(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> AttentionLayer:
+        """The same layer with another dtype or on another device."""
+        tensors = {name: t.to(device=device, dtype=dtype) for name, t in self._tensors().items()}
+        mask = None if self.mask is None else self.mask.to(device=device)
+        return AttentionLayer(**tensors, **self._options(), mask=mask)
+
+    def double(self) -> AttentionLayer:
+        """The same layer in float64: float32 weights are float64 weights, exactly."""
+        return self if self.dtype == torch.float64 else self.to(torch.float64)
+
+    def with_mask(self, mask: Bool[Tensor, "*b n n"] | None) -> AttentionLayer:
+        """The same layer with another mask."""
+        return AttentionLayer(**self._tensors(), **self._options(), mask=mask)
+
+    def part(self, batch: torch.Size, start: int, stop: int) -> AttentionLayer:
+        """The layer for members `start` to `stop` of a flattened batch of inputs: a mask per input is cut to them."""
+        if self.mask is None or self.mask.ndim == 2:
+            return self
+        mask = self.mask.expand(*batch, *self.mask.shape[-2:]).flatten(0, -3)
+        return self.with_mask(mask[start:stop])
+
+    @classmethod
+    def from_module(
+        cls,
+        module: nn.MultiheadAttention | nn.TransformerEncoderLayer,
+        *,
+        residual: float = 0.0,
+        mask: Bool[Tensor, "*b n n"] | None = None,
+        causal: bool = False,
+    ) -> AttentionLayer:
+        """The self-attention of a torch module: `nn.MultiheadAttention` or that of `nn.TransformerEncoderLayer`.
+
+        Args:
+            module: where the weights are; they are shared, not copied.
+            residual: H of the layer; the module's own output is residual 0.
+            mask: bool, True where attention is allowed (torch's sdpa convention, not MultiheadAttention's).
+            causal: a query attends to no later key.
+        """
+        attention = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
+        if not isinstance(attention, nn.MultiheadAttention):
+            raise InputError(
+                f"from_module got {type(module).__name__}; expected nn.MultiheadAttention or "
+                "nn.TransformerEncoderLayer; for other modules pass the weights to AttentionLayer"
+            )
+        checks.module(attention)
+        d, h = attention.embed_dim, attention.num_heads
+        w_in = attention.in_proj_weight.detach()
+        w_q, w_k, w_v = (w.mT.reshape(d, h, d // h).movedim(1, 0) for w in w_in.chunk(3))
+        tensors: dict[str, Any] = {"w_q": w_q, "w_k": w_k, "w_v": w_v}
+        tensors["w_o"] = attention.out_proj.weight.detach().mT.reshape(h, d // h, d)
+        if attention.in_proj_bias is not None:
+            biases = attention.in_proj_bias.detach().reshape(3, h, d // h)
+            tensors |= {"b_q": biases[0], "b_k": biases[1], "b_v": biases[2]}
+        if attention.out_proj.bias is not None:
+            tensors["b_o"] = attention.out_proj.bias.detach()
+        return cls(**tensors, residual=residual, mask=mask, causal=causal)
+
+    def save(self, path: Pathlike) -> None:
+        """Writes the layer as safetensors, tensors named as the constructor's arguments."""
+        options = {
+            "scale": torch.tensor(self.scale, dtype=torch.float64),
+            "residual": torch.tensor(self.residual, dtype=torch.float64),
+            "causal": torch.tensor(self.causal),
+        }
+        mask = {} if self.mask is None else {"mask": self.mask}
+        write_tensors(path, self._tensors() | options | mask)
+
+    @classmethod
+    def load(cls, path: Pathlike) -> AttentionLayer:
+        """Reads a layer that `save` wrote, or any safetensors file with tensors named as the arguments."""
+        return cls.from_tensors(read_tensors(path), source=str(path))
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], source: str = "the tensors") -> AttentionLayer:
+        """A layer from named tensors; `scale`, `residual` and `causal` are 0-dimensional ones."""
+        missing = [name for name in _NAMES[:4] if name not in tensors]
+        if missing:
+            raise InputError(
+                f"{source}: no tensor named {', '.join(missing)}; found {', '.join(sorted(tensors)) or 'nothing'}; "
+                "a layer needs w_q, w_k, w_v, w_o"
+            )
+        named = {name: tensors[name] for name in (*_NAMES, "mask") if name in tensors}
+        options = {name: tensors[name].item() for name in ("scale", "residual", "causal") if name in tensors}
+        return cls(**named, **options)  # type: ignore[arg-type]
+
+    def _tensors(self) -> dict[str, Any]:
+        return {name: t for name in _NAMES if (t := getattr(self, name)) is not None}
+
+    def _options(self) -> dict[str, Any]:
+        return {"scale": self.scale, "residual": self.residual, "causal": self.causal}
+
+
+def project(x: Array, w: Array, b: Array | None) -> Array:
+    """X W_l + b_l for every head: (…, n, d) to (…, h, n, k), in one product."""
+    y = split_heads(x @ join_heads(w), w.shape[0])
+    return y if b is None else y + b.unsqueeze(-2)
+
+
+def join_heads(w: Array) -> Array:
+    """Input maps side by side: (h, d, k) to (d, h k)."""
+    return w.movedim(0, 1).flatten(-2, -1)
+
+
+def split_heads(x: Array, h: int) -> Array:
+    """(…, n, h k) to (…, h, n, k)."""
+    return x.reshape(*x.shape[:-1], h, x.shape[-1] // h).movedim(-2, -3)
+
+
+def merge_heads(x: Array) -> Array:
+    """(…, h, n, k) to (…, n, h k)."""
+    return x.movedim(-3, -2).flatten(-2, -1)

@@ -1,0 +1,73 @@
+"""Two arithmetics for one formula: balls and proved norms, or float64 and iterated norms."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Generic, final
+
+from torch import Tensor
+
+from holdfast.linalg import Array, Ball, MatrixOperator, ProvableOperator, estimate, upper
+from holdfast.linalg.certified import GIB
+from holdfast.results import Guarantee
+
+
+class Arithmetic(ABC, Generic[Array]):
+    """How a bound computes. Formulas are non-decreasing in every norm, so an upper norm gives an upper value."""
+
+    guarantee: Guarantee
+
+    @abstractmethod
+    def lift(self, x: Tensor) -> Array:
+        """A float64 tensor, taken as exact."""
+
+    @abstractmethod
+    def norm(self, operator: ProvableOperator) -> Array:
+        """The largest singular value of every map in the batch."""
+
+    @abstractmethod
+    def number(self, x: Array) -> Tensor:
+        """What is reported of a result."""
+
+    @final
+    def matrix_norm(self, matrix: Array) -> Array:
+        """The spectral norm of matrices (…, m, n)."""
+        return self.norm(MatrixOperator(matrix))
+
+
+@final
+class Proved(Arithmetic[Ball]):
+    """Float64 with every rounding accounted for; norms by Gram matrix and Cholesky."""
+
+    guarantee = "proved"
+
+    def __init__(self, memory_limit: float = 8 * GIB) -> None:
+        self._memory_limit = memory_limit
+
+    def lift(self, x: Tensor) -> Ball:
+        return Ball.exact(x)
+
+    def norm(self, operator: ProvableOperator) -> Ball:
+        return Ball.exact(upper(operator, memory_limit=self._memory_limit).value)
+
+    def number(self, x: Ball) -> Tensor:
+        return x.upper
+
+
+@final
+class Numerical(Arithmetic[Tensor]):
+    """Plain float64; norms by Lanczos, which approaches from below."""
+
+    guarantee = "numerical"
+
+    def __init__(self, tolerance: float = 1e-6) -> None:
+        self._tolerance = tolerance
+
+    def lift(self, x: Tensor) -> Tensor:
+        return x
+
+    def norm(self, operator: ProvableOperator) -> Tensor:
+        return estimate(operator, tolerance=self._tolerance).value
+
+    def number(self, x: Tensor) -> Tensor:
+        return x

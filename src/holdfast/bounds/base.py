@@ -1,0 +1,154 @@
+"""What every bound shares: it checks, promotes, evaluates, doubts and wraps; a method writes one hook."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar, final, get_args
+
+import torch
+from torch import Tensor
+
+from holdfast.attention import AttentionJacobian, AttentionLayer, checks
+from holdfast.bounds.arithmetic import Arithmetic, Numerical, Proved
+from holdfast.errors import HoldfastError, InputError, NotApplicableError, SoundnessError
+from holdfast.linalg import Array
+from holdfast.linalg.certified import GIB
+from holdfast.movement import distance, movement
+from holdfast.radii import check_radii
+from holdfast.registry import Registry
+from holdfast.results import BoundResult, Guarantee, Scope, Side
+
+#: A numerical value may lie this far below the truth: its norms are approached from below.
+NUMERICAL_SLACK = 1e-4
+
+
+@dataclass(frozen=True)
+class Evaluation(Generic[Array]):
+    """What a method computed: the bound (…, e) for e radii, and the named quantities it is made of."""
+
+    value: Array
+    terms: dict[str, Array]
+    notes: tuple[str, ...] = ()
+
+
+class Bound(ABC):
+    """An upper bound of ‖F(X') - F(X)‖_F over ‖X' - X‖_F <= eps.
+
+    A method states its metadata and writes `_evaluate`.
+    """
+
+    name: ClassVar[str]
+    side: ClassVar[Side] = "upper"
+    scope: ClassVar[Scope] = "ball at x"
+    guarantees: ClassVar[tuple[Guarantee, ...]] = ("proved", "numerical")
+    cost: ClassVar[str]
+    reference: ClassVar[str]
+    assumptions: ClassVar[str] = "none"
+
+    @abstractmethod
+    def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
+        """The formula, in the arithmetic `a`: x is float64 (…, n, d), eps holds the radii (e)."""
+
+    @abstractmethod
+    def _refusal(self, layer: AttentionLayer) -> str | None:
+        """Why the bound has no proof for this layer, or None."""
+
+    @final
+    def refusal(self, layer: AttentionLayer) -> str | None:
+        """Why the bound does not apply to the layer, or None where it does."""
+        return self._refusal(layer)
+
+    @final
+    def __call__(
+        self,
+        layer: AttentionLayer,
+        x: Tensor,
+        eps: float | Sequence[float],
+        *,
+        guarantee: Guarantee = "proved",
+        memory_limit: float = 8 * GIB,
+    ) -> BoundResult:
+        """Evaluates the bound.
+
+        Args:
+            layer: the layer.
+            x: (…, n, d) the points, float32 or float64; computed in float64.
+            eps: one radius, or a sequence of them.
+            guarantee: "proved" or "numerical".
+            memory_limit: bytes that one proved norm may hold.
+        """
+        began = time.perf_counter()
+        checks.input(layer, x)
+        radii = check_radii(eps)
+        if guarantee not in self.guarantees:
+            raise InputError(f"guarantee is {guarantee!r}; {self.name} offers {' and '.join(self.guarantees)}")
+        reason = self.refusal(layer)
+        if reason is not None:
+            raise NotApplicableError(f"bound {self.name!r} does not apply: {reason}")
+        layer, x = layer.double(), x.detach().double()
+        with torch.no_grad():
+            if guarantee == "proved":
+                value, terms, notes = self._run(Proved(memory_limit), layer, x, radii)
+            else:
+                value, terms, notes = self._run(Numerical(), layer, x, radii)
+            self._doubt(layer, x, radii, value, guarantee)
+        scalar = not isinstance(eps, Sequence)
+        return BoundResult(
+            value=value.squeeze(-1) if scalar else value,
+            method=self.name,
+            eps=radii[0] if scalar else tuple(radii),
+            side=self.side,
+            scope=self.scope,
+            guarantee=guarantee,
+            terms=terms,
+            notes=notes,
+            seconds=time.perf_counter() - began,
+        )
+
+    def _run(
+        self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, radii: list[float]
+    ) -> tuple[Tensor, dict[str, Tensor], tuple[str, ...]]:
+        found = self._evaluate(a, layer, x, a.lift(x.new_tensor(radii)))
+        terms = {name: a.number(term) for name, term in found.terms.items()}
+        return a.number(found.value), terms, found.notes
+
+    def _doubt(self, layer: AttentionLayer, x: Tensor, radii: list[float], value: Tensor, guarantee: Guarantee) -> None:
+        """Withholds a value that is not finite, or that one ascent direction already exceeds."""
+        if not bool(torch.isfinite(value).all()):
+            raise HoldfastError(f"bound {self.name!r} overflowed float64 at eps={max(radii):g}; use a smaller eps")
+        jacobian = AttentionJacobian(layer, x)
+        start = torch.randn(x.shape[-2:], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        direction = jacobian.rmv(jacobian.mv(start.to(x).expand_as(x)))
+        length = torch.linalg.vector_norm(direction, dim=(-2, -1), keepdim=True)
+        radius = x.new_tensor(radii).reshape(-1, *(1 for _ in x.shape)) * (1 - 1e-9)
+        moved = x + radius * direction / torch.where(length > 0, length, torch.inf)
+        inside = distance(x, moved).upper <= x.new_tensor(radii).reshape(-1, *(1 for _ in x.shape[:-2]))
+        attained = torch.where(inside, movement(layer, x, moved).lower, 0.0).movedim(0, -1)
+        slack = NUMERICAL_SLACK if guarantee == "numerical" else 0.0
+        if bool((attained > value * (1 + slack)).any()):
+            raise SoundnessError(
+                f"bound {self.name!r} returned a value below one that is attained; the value is withheld; "
+                "please report the layer and the input"
+            )
+
+
+bounds: Registry[Bound] = Registry("method", group="holdfast.bounds")
+
+B = TypeVar("B", bound=type[Bound])
+
+
+def register_bound(cls: B) -> B:
+    """Class decorator that registers a bound under its `name`."""
+    missing = [field for field in ("name", "cost", "reference") if not isinstance(getattr(cls, field, None), str)]
+    if missing or not set(cls.guarantees) <= set(get_args(Guarantee)):
+        raise HoldfastError(f"{cls.__name__} lacks {', '.join(missing) or 'valid guarantees'}; see holdfast.Bound")
+    bounds.add(cls.name)(cls())
+    return cls
+
+
+def list_bounds() -> list[Bound]:
+    """Every registered bound; each has .name .side .scope .guarantees .cost .reference .assumptions."""
+    return [bounds[name] for name in sorted(bounds, key=lambda name: name == "best")]

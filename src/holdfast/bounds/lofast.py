@@ -1,0 +1,129 @@
+"""The local sensitivity bounds of LoFAST (Havens et al. 2024, sections 4 and 5.1), for one layer.
+
+F(X') - F(X) = [H Γ + Σ_l P_l Γ C_l] + Σ_l (P_l' - P_l) X' C_l with Γ = X' - X and C_l = W_l^V W_l^O. The first part is
+linear, with norm ζ(X); in the second, softmax is 1-Lipschitz and the scores move by Γ A Xᵀ + X A Γᵀ + Γ A Γᵀ. So
+
+    δ = ε ζ(X) + Σ_l δ₂₁ δ₂₂,  δ₂₁ = ε (‖M_l(X)‖ + ε ‖A_l‖) or ε (ξ_l(X) + ε ‖A_l‖),  δ₂₂ = ‖X C_l‖ + ε ‖C_l‖.
+
+The scale of the scores is folded into A_l, M_l and ξ_l. Score terms that are constant along a row are dropped (softmax
+ignores them), so of the biases only b^Q counts, through the rows of X A_l; a mask restricts M_l to the allowed pairs.
+
+Terms of a result, (b) or (b, h), with (e) behind where they depend on eps:
+    zeta (12) or naive_gain (9); norm_M (20) or xi (21); norm_A; norm_XC; norm_C; norm_X; norm_P for (9);
+    delta_1 the linear part; delta_21; delta_22; delta_22_naive, the second form of (22); delta_2 = Σ_l δ₂₁ δ₂₂.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar, final
+
+from torch import Tensor
+
+from holdfast.attention import AttentionLayer, ScoreOperator, ValueOperator, fold
+from holdfast.attention.jacobian import Folded
+from holdfast.bounds.arithmetic import Arithmetic
+from holdfast.bounds.base import Bound, Evaluation, register_bound
+from holdfast.linalg import Array
+
+
+class _Splitting(Bound):
+    """δ = δ₁ + Σ_l δ₂₁ δ₂₂; the methods differ in the gain of the linear part and in the norm of the score map."""
+
+    reference: ClassVar[str] = "havens2024"
+
+    @abstractmethod
+    def _linear_gain(
+        self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, f: Folded[Array]
+    ) -> dict[str, Array]:
+        """The gain of the linear part, last, after the terms it is made of."""
+
+    @abstractmethod
+    def _score_gain(self, a: Arithmetic[Array], layer: AttentionLayer, f: Folded[Array]) -> dict[str, Array]:
+        """A bound of ‖M_l(X)‖ for every head."""
+
+    @final
+    def _refusal(self, layer: AttentionLayer) -> str | None:
+        return None
+
+    @final
+    def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
+        X = a.lift(x)
+        f = fold(layer, X)
+        w = layer.weights(X)
+        gain, score = self._linear_gain(a, layer, x, f), self._score_gain(a, layer, f)
+        A, C = a.matrix_norm(w.w_q @ w.w_k.mT * layer.scale), a.matrix_norm(f.c)
+        XC, norm_X = a.matrix_norm(f.v), a.matrix_norm(X)
+
+        delta_1 = list(gain.values())[-1].unsqueeze(-1) * eps
+        delta_21 = (list(score.values())[-1].unsqueeze(-1) + A.unsqueeze(-1) * eps) * eps
+        delta_22 = XC.unsqueeze(-1) + C.unsqueeze(-1) * eps
+        delta_22_naive = C.unsqueeze(-1) * (norm_X.unsqueeze(-1).unsqueeze(-1) + eps)
+        delta_2 = (delta_21 * delta_22).sum(-2)
+        terms = {**gain, **score, "norm_A": A, "norm_XC": XC, "norm_C": C, "norm_X": norm_X}
+        terms |= {"delta_1": delta_1, "delta_21": delta_21, "delta_22": delta_22}
+        terms |= {"delta_22_naive": delta_22_naive, "delta_2": delta_2}
+        return Evaluation(delta_1 + delta_2, terms)
+
+
+def _zeta(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> dict[str, Array]:
+    return {"zeta": a.norm(ValueOperator(layer, x))}
+
+
+def _xi(a: Arithmetic[Array], f: Folded[Array]) -> dict[str, Array]:
+    """ξ_l = ‖A Xᵀ‖ + ‖X A‖ >= ‖M_l(X)‖ (21)."""
+    return {"xi": a.matrix_norm(f.query) + a.matrix_norm(f.key)}
+
+
+@final
+@register_bound
+class Naive(_Splitting):
+    """Equation (23) with (9), ‖H‖ + Σ_l ‖C_l‖ ‖P_l‖, in the place of ζ(X)."""
+
+    name = "naive"
+    cost = "norms of n x n and n x d matrices"
+
+    def _linear_gain(
+        self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, f: Folded[Array]
+    ) -> dict[str, Array]:
+        P = a.matrix_norm(f.p)
+        return {"norm_P": P, "naive_gain": (P * a.matrix_norm(f.c)).sum(-1) + abs(layer.residual)}
+
+    def _score_gain(self, a: Arithmetic[Array], layer: AttentionLayer, f: Folded[Array]) -> dict[str, Array]:
+        return _xi(a, f)
+
+
+@final
+@register_bound
+class LofastXi(_Splitting):
+    """Theorem 1, second form, which is equation (23): ζ(X) and ξ_l(X)."""
+
+    name = "lofast-xi"
+    cost = "one norm of size nd x nd; norms of n x d matrices"
+
+    def _linear_gain(
+        self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, f: Folded[Array]
+    ) -> dict[str, Array]:
+        return _zeta(a, layer, x)
+
+    def _score_gain(self, a: Arithmetic[Array], layer: AttentionLayer, f: Folded[Array]) -> dict[str, Array]:
+        return _xi(a, f)
+
+
+@final
+@register_bound
+class Lofast(_Splitting):
+    """Theorem 1, first form: ζ(X) and ‖M_l(X)‖."""
+
+    name = "lofast"
+    cost = "one norm of size nd x nd, and one of size n² x nd for every head"
+
+    def _linear_gain(
+        self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, f: Folded[Array]
+    ) -> dict[str, Array]:
+        return _zeta(a, layer, x)
+
+    def _score_gain(self, a: Arithmetic[Array], layer: AttentionLayer, f: Folded[Array]) -> dict[str, Array]:
+        allowed = layer.allowed(f.p.shape[-1])
+        pairs = None if allowed is None else allowed.unsqueeze(-3)
+        return {"norm_M": a.norm(ScoreOperator(f.query, f.key, pairs))}

@@ -1,0 +1,106 @@
+"""What the library returns: frozen objects that say how far they may be believed.
+
+`side` is "upper" (a bound), "lower" (attained by a witness) or "estimate" (neither). `guarantee` is "proved" (float64,
+rounded outward) or "numerical" (the formula is a theorem, but a number in it came from an iteration or plain rounding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+Side = Literal["upper", "lower", "estimate"]
+Guarantee = Literal["proved", "numerical"]
+Scope = Literal["ball at x", "point", "ball at 0"]
+
+
+def _plain(value: object) -> object:
+    """Tensors as nested lists, for JSON."""
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True)
+class NormResult:
+    """The largest singular value of a batch of linear maps.
+
+    Attributes:
+        value: (b…) the norm.
+        side: "estimate" (approached from below) or "upper".
+        guarantee: "proved" for an upper value, "numerical" for an estimate.
+        residual: (b…) ‖Jᵀu - σv‖ for an estimate: some singular value lies within it of `value`;
+            for an upper value, its distance to the estimate that it started from.
+        iterations: steps of the iteration, or trial shifts of the proof.
+        left: (b…, codomain…) left singular vector of an estimate.
+        right: (b…, domain…) right singular vector of an estimate.
+        seconds: wall time.
+    """
+
+    value: Tensor
+    side: Side
+    guarantee: Guarantee
+    residual: Tensor
+    iterations: int
+    left: Tensor | None = field(default=None, repr=False)
+    right: Tensor | None = field(default=None, repr=False)
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the vectors, ready for JSON."""
+        names = ("value", "side", "guarantee", "residual", "iterations", "seconds")
+        return {name: _plain(getattr(self, name)) for name in names}
+
+
+@dataclass(frozen=True)
+class BoundResult:
+    """How far the output of a layer can move.
+
+    Attributes:
+        value: (b…) for one eps, (b…, e) for e of them.
+        eps: the radius, or the radii, as given.
+        terms: the named quantities of the formula; shapes begin with (b…), then (h) where it is a head's,
+            then (e) where it depends on eps.
+        notes: what the method has to say: which one won, what did not apply.
+    """
+
+    value: Tensor
+    method: str
+    eps: float | tuple[float, ...]
+    side: Side
+    scope: Scope
+    guarantee: Guarantee
+    terms: Mapping[str, Tensor] = field(repr=False)
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        fields = {name: _plain(value) for name, value in vars(self).items() if name != "terms"}
+        return fields | {"terms": {name: _plain(term) for name, term in self.terms.items()}}
+
+
+@dataclass(frozen=True)
+class AttackResult:
+    """A perturbation that was found, and what it does.
+
+    Attributes:
+        lower: (b…), or (b…, h) where heads are attacked apart, then (e) for e radii: the value at the witness,
+            rounded down.
+        witness: (b…, n, d) the perturbed input X', with heads and radii before n as in `lower`; its distance from X
+            is at most eps.
+        objective: what was maximised.
+    """
+
+    lower: Tensor
+    witness: Tensor = field(repr=False)
+    objective: str
+    eps: float | tuple[float, ...]
+    guarantee: Guarantee
+    side: Side = "lower"
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the witness, ready for JSON."""
+        return {name: _plain(value) for name, value in vars(self).items() if name != "witness"}
