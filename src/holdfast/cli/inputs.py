@@ -1,0 +1,75 @@
+"""What the commands read: a saved layer with its input, or the bundled demo; and radii."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from torch import Tensor
+
+from holdfast.attention import AttentionLayer
+from holdfast.errors import InputError
+from holdfast.models import demo_digits, load_digits_vit
+from holdfast.storage import read_tensors
+
+LayerFile = Annotated[Path | None, typer.Argument(help="A layer in safetensors: w_q, w_k, w_v, w_o, …")]
+InputFile = Annotated[Path | None, typer.Argument(help="Its input in safetensors: a tensor x (…, n, d).")]
+Demo = Annotated[bool, typer.Option("--demo", help="Take a layer of the bundled digits model, at test digits.")]
+DemoLayer = Annotated[int, typer.Option(help="Which attention layer of the demo model.")]
+Inputs = Annotated[int, typer.Option(min=1, help="How many inputs of the batch to take, at most.")]
+Eps = Annotated[str, typer.Option(help="Radii, separated by commas.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
+Out = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A layer, the inputs (b, n, d) at which it is analysed, and what to call it."""
+
+    name: str
+    layer: AttentionLayer
+    x: Tensor
+
+    def part(self, start: int, stop: int) -> Subject:
+        """The same layer at some of the inputs."""
+        layer = self.layer.part(self.x.shape[:1], start, stop)
+        return Subject(self.name, layer, self.x[start:stop])
+
+
+def read_subject(layer: Path | None, x: Path | None, demo: bool, demo_layer: int, inputs: int) -> Subject:
+    """The layer and input that the command line names."""
+    if demo:
+        if layer is not None:
+            raise InputError(f"both --demo and the file {str(layer)!r} were given; choose one")
+        subjects = demo_subjects(inputs)
+        if not 0 <= demo_layer < len(subjects):
+            raise InputError(f"--demo-layer is {demo_layer}; the demo model has layers 0 to {len(subjects) - 1}")
+        return subjects[demo_layer]
+    if layer is None:
+        raise InputError("no layer was given; pass a safetensors file (and one with its input), or --demo")
+    tensors = read_tensors(layer)
+    given = tensors if x is None else read_tensors(x)
+    if "x" not in given:
+        source, found = str(x or layer), ", ".join(sorted(given)) or "nothing"
+        raise InputError(f"{source}: no tensor named x; found {found}; save the input under the name x")
+    point = given["x"]
+    if point.ndim == 2:
+        point = point.unsqueeze(0)
+    subject = Subject(str(layer), AttentionLayer.from_tensors(tensors, source=str(layer)), point.flatten(0, -3))
+    return subject.part(0, min(inputs, len(subject.x)))
+
+
+def demo_subjects(inputs: int) -> list[Subject]:
+    """The attention layers of the bundled model, at what enters them for the first test digits."""
+    entering = load_digits_vit().attention_inputs(demo_digits().images[:inputs])
+    return [Subject(name, AttentionLayer.from_module(module), x) for name, (module, x) in entering.items()]
+
+
+def read_eps(text: str) -> list[float]:
+    """Radii from "0.01,0.1"."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"--eps is {text!r}; expected numbers separated by commas, such as 0.01,0.1") from None

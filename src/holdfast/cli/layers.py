@@ -1,0 +1,146 @@
+"""`bounds`, `bound` and `attack`: one layer at given inputs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from holdfast import api
+from holdfast.bounds import bounds as registry
+from holdfast.bounds import list_bounds
+from holdfast.cli.inputs import (
+    Demo,
+    DemoLayer,
+    Eps,
+    InputFile,
+    Inputs,
+    Json,
+    LayerFile,
+    Out,
+    Subject,
+    read_eps,
+    read_subject,
+)
+from holdfast.cli.work import Job, carry_out, emit_json
+from holdfast.linalg.certified import GIB
+from holdfast.results import AttackResult, BoundResult
+
+_INPUTS_PER_JOB = 8
+
+
+def bounds(as_json: Json = False) -> None:
+    """List the bounds: name, side, scope, guarantee, cost, reference and assumptions."""
+    columns = ("name", "side", "scope", "guarantees", "cost", "reference", "assumptions")
+    rows = [{column: getattr(bound, column) for column in columns} for bound in list_bounds()]
+    if as_json:
+        emit_json("bounds", {"bounds": rows}, stdout=True, out=None)
+        return
+    table = Table(title="Bounds", show_lines=True)
+    for column in columns:
+        table.add_column(column, no_wrap=column in ("name", "reference"))
+    for row in rows:
+        table.add_row(*(", ".join(cell) if isinstance(cell, tuple) else str(cell) for cell in row.values()))
+    Console().print(table)
+
+
+def bound(
+    layer: LayerFile = None,
+    x: InputFile = None,
+    demo: Demo = False,
+    demo_layer: DemoLayer = 0,
+    inputs: Inputs = 8,
+    eps: Eps = "0.1",
+    method: Annotated[list[str] | None, typer.Option(help="A bound's name; repeat for several. Default: best.")] = None,
+    guarantee: Annotated[Literal["proved", "numerical"], typer.Option(help="Proved, or faster.")] = "proved",
+    memory_limit: Annotated[float, typer.Option(min=0, help="GiB that one proved norm may hold.")] = 8.0,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Bound how far the output of a layer can move when its input moves by at most eps."""
+    methods, radii = method or ["best"], read_eps(eps)
+    for name in methods:
+        registry[name]  # an unknown name is refused before any work is done
+    subject = read_subject(layer, x, demo, demo_layer, inputs)
+
+    def job(name: str, start: int, part: Subject) -> Job[tuple[int, BoundResult]]:
+        def run() -> tuple[int, BoundResult]:
+            limit = memory_limit * GIB
+            return start, api.bound(part.layer, part.x, radii, name, guarantee=guarantee, memory_limit=limit)
+
+        return Job(name, run)
+
+    jobs = [job(name, start, part) for name in methods for start, part in _parts(subject)]
+    done = carry_out(jobs)
+    results = [_with_inputs(start, result) for start, result in done.results]
+    emit_json("bound", {"layer": repr(subject.layer), "results": results}, stdout=as_json, out=out)
+    if not as_json:
+        table = _table(f"{subject.name}: bounds ({guarantee})", "bound", radii)
+        for start, result in done.results:
+            for i, row in enumerate(result.value):
+                table.add_row(result.method, str(start + i), *(f"{value:.6g}" for value in row.tolist()))
+        console = Console()
+        console.print(table)
+        for note in sorted({note for _, result in done.results for note in result.notes}):
+            console.print(note, style="dim")
+    done.exit(len(jobs))
+
+
+def attack(
+    layer: LayerFile = None,
+    x: InputFile = None,
+    demo: Demo = False,
+    demo_layer: DemoLayer = 0,
+    inputs: Inputs = 8,
+    eps: Eps = "0.1",
+    objective: Annotated[str, typer.Option(help="output, delta-2, delta-21, scores or delta-22.")] = "output",
+    restarts: Annotated[int, typer.Option(help="Starting points for every input.")] = 10,
+    steps: Annotated[int, typer.Option(help="Gradient steps for every start.")] = 100,
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Search a perturbation within eps that moves the output of a layer far."""
+    radii = read_eps(eps)
+    subject = read_subject(layer, x, demo, demo_layer, inputs)
+
+    def job(start: int, part: Subject) -> Job[tuple[int, AttackResult]]:
+        def run() -> tuple[int, AttackResult]:
+            options = {"restarts": restarts, "steps": steps, "seed": seed}
+            return start, api.attack(part.layer, part.x, radii, objective=objective, **options)
+
+        return Job(objective, run)
+
+    jobs = [job(start, part) for start, part in _parts(subject)]
+    done = carry_out(jobs)
+    results = [_with_inputs(start, result) for start, result in done.results]
+    emit_json("attack", {"layer": repr(subject.layer), "results": results}, stdout=as_json, out=out)
+    if not as_json:
+        table = _table(f"{subject.name}: attained by an attack", "objective", radii)
+        for start, result in done.results:
+            for i, value in enumerate(result.lower):
+                for head, row in enumerate(value.reshape(-1, len(radii)).tolist()):
+                    name = objective if value.ndim == 1 else f"{objective}, head {head}"
+                    table.add_row(name, str(start + i), *(f"{number:.6g}" for number in row))
+        Console().print(table)
+    done.exit(len(jobs))
+
+
+def _parts(subject: Subject) -> list[tuple[int, Subject]]:
+    starts = range(0, len(subject.x), _INPUTS_PER_JOB)
+    return [(start, subject.part(start, min(start + _INPUTS_PER_JOB, len(subject.x)))) for start in starts]
+
+
+def _with_inputs(start: int, result: BoundResult | AttackResult) -> dict[str, object]:
+    """A result for JSON, with the inputs of the batch that it is about."""
+    values = result.value if isinstance(result, BoundResult) else result.lower
+    return {"inputs": [start, start + len(values)], **result.to_dict()}
+
+
+def _table(title: str, first: str, radii: list[float]) -> Table:
+    table = Table(first, "input", title=title)
+    for radius in radii:
+        table.add_column(f"eps {radius:g}", justify="right")
+    return table

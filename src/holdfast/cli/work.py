@@ -1,0 +1,68 @@
+"""Long work on the terminal: progress while it runs, and what is finished when it is interrupted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import holdfast
+from holdfast.storage import write_text
+
+T = TypeVar("T")
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Job(Generic[T]):
+    """One piece of work, small enough that losing it does not hurt."""
+
+    label: str
+    run: Callable[[], T]
+
+
+@dataclass(frozen=True)
+class Finished(Generic[T]):
+    """The results of the jobs that were finished, in order."""
+
+    results: list[T]
+    interrupted: bool
+
+    def exit(self, total: int) -> None:
+        """Says what is missing, if anything, and leaves with the status of an interrupt."""
+        if self.interrupted:
+            typer.echo(f"holdfast: interrupted; {len(self.results)} of {total} parts were finished", err=True)
+            raise typer.Exit(INTERRUPTED)
+
+
+def carry_out(jobs: Sequence[Job[T]]) -> Finished[T]:
+    """Runs the jobs in turn with a progress bar on standard error; Ctrl-C ends the run, not the results."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    results: list[T] = []
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(jobs))
+        try:
+            for job in jobs:
+                progress.update(task, description=job.label)
+                results.append(job.run())
+                progress.advance(task)
+        except KeyboardInterrupt:
+            return Finished(results, interrupted=True)
+    return Finished(results, interrupted=False)
+
+
+def emit_json(command: str, payload: dict[str, object], *, stdout: bool, out: Path | None) -> None:
+    """The results as JSON: on standard output, in a file, or both."""
+    text = json.dumps({"command": command, "holdfast": holdfast.__version__, **payload}, indent=2, allow_nan=False)
+    if out is not None:
+        write_text(out, text + "\n")
+    if stdout:
+        typer.echo(text)

@@ -1,0 +1,130 @@
+"""One layer, analysed end to end: the numbers, two tables and a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.table import Table
+from torch import Tensor
+
+from holdfast import api
+from holdfast.attention import AttentionLayer
+from holdfast.bounds import list_bounds
+from holdfast.results import AttackResult, BoundResult, NormResult
+
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f")
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What is known of one layer at a batch of inputs, over radii."""
+
+    name: str
+    layer: AttentionLayer
+    radii: tuple[float, ...]
+    estimate: NormResult
+    lipschitz: NormResult
+    bounds: dict[str, BoundResult]
+    attack: AttackResult
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return {
+            "name": self.name,
+            "layer": repr(self.layer),
+            "local_lipschitz": {"estimate": self.estimate.to_dict(), "upper": self.lipschitz.to_dict()},
+            "bounds": {name: result.to_dict() for name, result in self.bounds.items()},
+            "attack": self.attack.to_dict(),
+        }
+
+
+def report_layer(name: str, layer: AttentionLayer, x: Tensor, radii: Sequence[float]) -> LayerReport:
+    """Analyses a layer at inputs (b, n, d): local Lipschitz constant, every bound, an attack."""
+    layer, x = layer.double(), x.double()
+    return LayerReport(
+        name=name,
+        layer=layer,
+        radii=tuple(radii),
+        estimate=api.local_lipschitz(layer, x),
+        lipschitz=api.local_lipschitz(layer, x, side="upper"),
+        bounds={bound.name: bound(layer, x, radii) for bound in list_bounds() if bound.name != "best"},
+        attack=api.attack(layer, x, radii),
+    )
+
+
+def sensitivity_table(report: LayerReport, radii: Sequence[float]) -> Table:
+    """How far the output moves at some of the radii: what an attack attained, and what each bound allows."""
+    low, high = report.lipschitz.value.min(), report.lipschitz.value.max()
+    table = Table(
+        title=f"{report.name}: how far the output moves, mean over {len(report.lipschitz.value)} inputs",
+        caption=f"Local Lipschitz constant ‖DF(x)‖, proved: {low:.5f} to {high:.5f}. × is the ratio to the attack.",
+    )
+    table.add_column("eps")
+    columns = [report.radii.index(radius) for radius in radii]
+    for radius in radii:
+        table.add_column(f"{radius:g}", justify="right")
+    rows = {"attack": report.attack.lower, "‖DF(x)‖ eps": _tangent(report)}
+    rows |= {name: result.value for name, result in reversed(report.bounds.items())}
+    for label, values in rows.items():
+        mean, ratio = values.mean(0).tolist(), (values / report.attack.lower).mean(0).tolist()
+        shown = label not in ("attack", "‖DF(x)‖ eps")
+        table.add_row(label, *(f"{mean[i]:.3g}" + (f" ×{ratio[i]:.3g}" if shown else "") for i in columns))
+    return table
+
+
+def head_table(report: LayerReport) -> Table:
+    """The terms of the LoFAST bounds, head by head; terms of the whole layer stand in the caption."""
+    naive, xi, lofast = (report.bounds[name].terms for name in ("naive", "lofast-xi", "lofast"))
+    heads = {
+        "‖P‖": naive["norm_P"],
+        "‖M(X)‖ (20)": lofast["norm_M"],
+        "ξ(X) (21)": xi["xi"],
+        "‖A‖": lofast["norm_A"],
+        "‖X C‖": lofast["norm_XC"],
+        "‖C‖": lofast["norm_C"],
+    }
+    caption = f"ζ(X) (12) {_mean(lofast['zeta'])}, ‖H‖ + Σ‖C‖‖P‖ (9) {_mean(naive['naive_gain'])}"
+    caption += f", ‖X‖ {_mean(lofast['norm_X'])}; the scale of the scores is in A, M and ξ"
+    table = Table("head", *heads, title=f"{report.name}: terms of the LoFAST bounds", caption=caption)
+    for head in range(report.layer.h):
+        table.add_row(str(head), *(_mean(term[..., head]) for term in heads.values()))
+    return table
+
+
+def plot_layers(reports: Sequence[LayerReport], stem: Path) -> list[Path]:
+    """Bounds and attack over eps, one panel for each layer, as PNG and SVG."""
+    figure = Figure(figsize=(5.2 * len(reports), 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(reports), sharey=True, squeeze=False)[0]
+    for panel, report in zip(panels, reports, strict=True):
+        curves = {name: result.value for name, result in report.bounds.items()}
+        curves |= {"‖DF(x)‖ eps (first order)": _tangent(report)}
+        for colour, (name, values) in zip(_COLOURS, curves.items(), strict=False):
+            style = "--" if "first order" in name else "-"
+            panel.plot(report.radii, values.mean(0), style, color=colour, label=name)
+            panel.fill_between(report.radii, values.amin(0), values.amax(0), color=colour, alpha=0.15, linewidth=0)
+        panel.plot(report.radii, report.attack.lower.mean(0), "k.", label="attack (lower bound)")
+        panel.set(xscale="log", yscale="log", title=report.name, xlabel="eps")
+        panel.grid(which="major", alpha=0.25)
+    panels[0].set_ylabel("largest movement of the output")
+    panels[0].legend(frameon=False)
+    paths = [stem.with_suffix(suffix) for suffix in (".png", ".svg")]
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    for path in paths:
+        figure.savefig(path, dpi=150)
+    return paths
+
+
+def _tangent(report: LayerReport) -> Tensor:
+    """‖DF(x)‖ eps: what the output moves to first order, (b, e)."""
+    return report.lipschitz.value.unsqueeze(-1) * torch.tensor(report.radii, dtype=torch.float64)
+
+
+def _mean(values: Tensor) -> str:
+    return f"{values.mean().item():.4g}"
