@@ -25,6 +25,8 @@ def weights(tensors: Mapping[str, Tensor]) -> None:
         if t.dtype not in _FLOATS:
             raise InputError(f"{name} has dtype {t.dtype}; expected float32 or float64")
     for name in ("w_q", "w_k", "w_v", "w_o"):
+        if name not in tensors:
+            raise InputError(f"{name} is None; expected a tensor of three dimensions, (heads, d, k)")
         if tensors[name].ndim != 3:
             raise InputError(f"{name} has shape {_shape(tensors[name])}; expected three dimensions, (heads, d, k)")
     (h, d, k), (g, d_out) = tensors["w_q"].shape, (tensors["w_k"].shape[0], tensors["w_o"].shape[2])

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from typing import Generic, final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from holdfast.attention.layer import AttentionLayer, join_heads, merge_heads, project, split_heads
 from holdfast.linalg.operator import AssembledOperator, Enclosure, Gram, ProvableOperator
-from holdfast.linalg.rounding import UNIT, Array, Ball, frobenius_upper, gamma
+from holdfast.linalg.rounding import UNIT, Array, Ball, as_ball, frobenius_upper, gamma
 
 _CHUNK_DOUBLES = 2**23  # rows of a matrix are assembled in pieces of about this size
+_BLOCK = 64  # queries whose masked keys are skipped together
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Folded(Generic[Array]):
     """The layer at x with its maps multiplied out; biases that cancel in every derivative are left out.
 
     Attributes:
+        scores: (…,h,n,n) scores up to a constant along each row, -inf where masked.
         p: (…,h,n,n) probabilities.
         c: (h,d,d_out) C = W^V W^O.
         v: (…,h,n,d_out) the tokens' values X C.
@@ -38,6 +40,7 @@ class Folded(Generic[Array]):
         query: (…,h,n,d) row j is A x_j, which is ∂s_ij/∂x_i up to a constant along the row.
     """
 
+    scores: Array
     p: Array
     c: Array
     v: Array
@@ -51,10 +54,11 @@ def fold(layer: AttentionLayer, x: Array) -> Folded[Array]:
     w = layer.weights(x)
     q, k = project(x, w.w_q, w.b_q), project(x, w.w_k, None)
     # The key bias adds q_i · b_k to every score of row i, which softmax ignores.
-    p = layer.probabilities(q @ k.mT * layer.scale)
+    scores = layer.masked(q @ k.mT * layer.scale)
+    p = scores.softmax(-1)
     c = w.w_v @ w.w_o
     v = x.unsqueeze(-3) @ c
-    return Folded(p, c, v, p @ v, q @ w.w_k.mT * layer.scale, k @ w.w_q.mT * layer.scale)
+    return Folded(scores, p, c, v, p @ v, q @ w.w_k.mT * layer.scale, k @ w.w_q.mT * layer.scale)
 
 
 @final
@@ -66,30 +70,47 @@ class AttentionJacobian(AssembledOperator):
 
     def __init__(self, layer: AttentionLayer, x: Float[Tensor, "*b n d"]) -> None:
         self._layer, self._x = layer, x
-        w = layer.weights(x)
-        self._w_in = torch.cat([join_heads(w.w_q), join_heads(w.w_k), join_heads(w.w_v)], dim=-1)
-        self._w_out = w.w_o.flatten(0, 1)
-        parts = layer.run(x)
+        w, parts = layer.weights(x), layer.run(x)
         # The scale of the scores is carried by q and k, once.
-        self._q, self._k = parts.q * layer.scale, parts.k * layer.scale
-        self._v, self._p, self._y = parts.v, parts.p, parts.y
+        q, k = parts.q * layer.scale, parts.k * layer.scale
+        maps = (w.w_q, w.w_k, w.w_v)
+        if x.ndim == 2 and len(x) < layer.k:
+            # Few tokens: dq is only ever multiplied by the n keys and dk by the n queries, so they join the maps.
+            maps = (w.w_q @ k.mT, w.w_k @ q.mT, w.w_v)
+            q = k = torch.eye(len(x), dtype=x.dtype, device=x.device).expand_as(parts.p)
+        self._w_in = torch.cat([join_heads(m) for m in maps], dim=-1)
+        self._widths = [layer.h * m.shape[-1] for m in maps]
+        self._w_out = w.w_o.flatten(0, 1)
+        self._q, self._k, self._v, self._p, self._y = q, k, parts.v, parts.p, parts.y
+        self._blocks = _blocks(layer.allowed(x.shape[-2]), x.shape[-2])
         super().__init__(x.shape[:-2], x.shape[-2:], torch.Size((x.shape[-2], layer.d_out)), x)
 
     def mv(self, v: Float[Tensor, "*m n d"]) -> Float[Tensor, "*m n d_out"]:
-        dq, dk, dv = (split_heads(t, self._layer.h) for t in (v @ self._w_in).chunk(3, dim=-1))
-        ds = torch.cat([dq, self._q.expand_as(dq)], -1) @ torch.cat([self._k.expand_as(dk), dk], -1).mT
-        weighted = self._p * ds
-        # p' = p ∘ (s' - E_p s'), so the mean of s' along a row multiplies the row's output.
-        dy = weighted @ self._v + self._p @ dv - weighted.sum(-1, keepdim=True) * self._y
+        dq, dk, dv = (split_heads(t, self._layer.h) for t in (v @ self._w_in).split(self._widths, dim=-1))
+        left = torch.cat([dq, self._q.expand_as(dq)], -1)
+        right = torch.cat([self._k.expand_as(dk), dk], -1)
+        dy = torch.empty_like(dv)
+        for rows, keys in self._blocks:
+            p = self._p[..., rows, keys]
+            weighted = (left[..., rows, :] @ right[..., keys, :].mT).mul_(p)
+            # p' = p ∘ (s' - E_p s'), so the mean of s' along a row multiplies the row's output.
+            mean = weighted.sum(-1, keepdim=True) * self._y[..., rows, :]
+            dy[..., rows, :] = weighted @ self._v[..., keys, :] + p @ dv[..., keys, :] - mean
         out = merge_heads(dy) @ self._w_out
         return out + self._layer.residual * v if self._layer.residual else out
 
     def rmv(self, u: Float[Tensor, "*m n d_out"]) -> Float[Tensor, "*m n d"]:
         dy = split_heads(u @ self._w_out.mT, self._layer.h)
         mean = (dy * self._y).sum(-1, keepdim=True)
-        ds = self._p * (dy @ self._v.mT - mean)
-        parts = (ds @ self._k, ds.mT @ self._q, self._p.mT @ dy)
-        out = torch.cat([merge_heads(t) for t in parts], dim=-1) @ self._w_in.mT
+        parts = u.new_zeros(*u.shape[:-1], self._w_in.shape[-1])
+        dq, dk, dv = (split_heads(t, self._layer.h) for t in parts.split(self._widths, dim=-1))
+        for rows, keys in self._blocks:
+            p, dy_rows = self._p[..., rows, keys], dy[..., rows, :]
+            ds = (dy_rows @ self._v[..., keys, :].mT).sub_(mean[..., rows, :]).mul_(p)
+            dq[..., rows, :] = ds @ self._k[..., keys, :]
+            dk[..., keys, :] += ds.mT @ self._q[..., rows, :]
+            dv[..., keys, :] += p.mT @ dy_rows
+        out = parts @ self._w_in.mT
         return out + self._layer.residual * u if self._layer.residual else out
 
     def part(self, start: int, stop: int) -> AttentionJacobian:
@@ -99,6 +120,16 @@ class AttentionJacobian(AssembledOperator):
     def enclose(self) -> Enclosure:
         f = fold(self._layer, Ball.exact(self._x))
         return _enclose_rows(f, self._layer.residual, scores_move=True)
+
+
+def _blocks(allowed: Bool[Tensor, "*b n n"] | None, n: int) -> list[tuple[slice, slice]]:
+    """Queries in blocks, each with the keys up to the last one that any of them may attend to."""
+    if allowed is None:
+        return [(slice(0, n), slice(0, n))]
+    numbers = torch.arange(1, n + 1, device=allowed.device)
+    reach = (allowed.reshape(-1, n, n).any(0) * numbers).amax(-1).tolist()
+    starts = range(0, n, _BLOCK)
+    return [(slice(i, min(i + _BLOCK, n)), slice(0, max(reach[i : i + _BLOCK]))) for i in starts]
 
 
 @final
@@ -146,7 +177,7 @@ class ScoreOperator(ProvableOperator):
     """
 
     def __init__(self, query: Tensor | Ball, key: Tensor | Ball, allowed: Tensor | None = None) -> None:
-        self._query, self._key = _ball(query), _ball(key)
+        self._query, self._key = as_ball(query), as_ball(key)
         values, n = self._query.mid, query.shape[-2]
         pairs = values.new_ones(n, n) if allowed is None else allowed.to(values)
         self._allowed = pairs.expand(*query.shape[:-2], n, n)
@@ -222,10 +253,6 @@ def _outer_sums(weights: Tensor, rows: Ball) -> Ball:
     d = rows.shape[-1]
     outer = (rows.unsqueeze(-1) * rows.unsqueeze(-2)).flatten(-2, -1)
     return (Ball.exact(weights) @ outer).reshape(*weights.shape[:-1], d, d)
-
-
-def _ball(t: Tensor | Ball) -> Ball:
-    return t if isinstance(t, Ball) else Ball(t, torch.zeros_like(t))
 
 
 # -- rows of the dense matrices, in pieces that stay small

@@ -154,10 +154,12 @@ class AttentionLayer:
 
     def probabilities(self, scores: Array) -> Array:
         """Softmax of scores (…, h, n, n) over the keys that the mask allows."""
+        return self.masked(scores).softmax(-1)
+
+    def masked(self, scores: Array) -> Array:
+        """Scores (…, h, n, n) with -inf where the mask forbids."""
         allowed = self.allowed(scores.shape[-1])
-        if allowed is not None:
-            scores = scores.masked_fill(~allowed.unsqueeze(-3).to(scores.device), -math.inf)
-        return scores.softmax(-1)
+        return scores if allowed is None else scores.masked_fill(~allowed.unsqueeze(-3).to(scores.device), -math.inf)
 
     def output(self, x: Array, parts: ForwardPass[Array]) -> Array:
         """F(x) from the parts of its pass."""
@@ -267,7 +269,12 @@ class AttentionLayer:
                 "a layer needs w_q, w_k, w_v, w_o"
             )
         named = {name: tensors[name] for name in (*_NAMES, "mask") if name in tensors}
-        options = {name: tensors[name].item() for name in ("scale", "residual", "causal") if name in tensors}
+        options = {}
+        for name in ("scale", "residual", "causal"):
+            if name in tensors:
+                if tensors[name].numel() != 1:
+                    raise InputError(f"{source}: {name} has shape {tuple(tensors[name].shape)}; expected one number")
+                options[name] = tensors[name].item()
         return cls(**named, **options)  # type: ignore[arg-type]
 
     def _tensors(self) -> dict[str, Any]:

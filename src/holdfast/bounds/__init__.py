@@ -2,6 +2,21 @@
 
 from holdfast.bounds.base import Bound, bounds, list_bounds, register_bound
 from holdfast.bounds.best import Best
+from holdfast.bounds.covariance import Covariance, Plus
 from holdfast.bounds.lofast import Lofast, LofastXi, Naive
+from holdfast.bounds.second_order import Mixed, SecondOrder
 
-__all__ = ["Best", "Bound", "Lofast", "LofastXi", "Naive", "bounds", "list_bounds", "register_bound"]
+__all__ = [
+    "Best",
+    "Bound",
+    "Covariance",
+    "Lofast",
+    "LofastXi",
+    "Mixed",
+    "Naive",
+    "Plus",
+    "SecondOrder",
+    "bounds",
+    "list_bounds",
+    "register_bound",
+]

@@ -22,8 +22,8 @@ class Arithmetic(ABC, Generic[Array]):
         """A float64 tensor, taken as exact."""
 
     @abstractmethod
-    def norm(self, operator: ProvableOperator) -> Array:
-        """The largest singular value of every map in the batch."""
+    def norm(self, operator: ProvableOperator, *, rough: bool = False) -> Array:
+        """The largest singular value of every map in the batch; `rough` where it enters the result damped."""
 
     @abstractmethod
     def number(self, x: Array) -> Tensor:
@@ -47,7 +47,7 @@ class Proved(Arithmetic[Ball]):
     def lift(self, x: Tensor) -> Ball:
         return Ball.exact(x)
 
-    def norm(self, operator: ProvableOperator) -> Ball:
+    def norm(self, operator: ProvableOperator, *, rough: bool = False) -> Ball:
         return Ball.exact(upper(operator, memory_limit=self._memory_limit).value)
 
     def number(self, x: Ball) -> Tensor:
@@ -60,14 +60,14 @@ class Numerical(Arithmetic[Tensor]):
 
     guarantee = "numerical"
 
-    def __init__(self, tolerance: float = 1e-6) -> None:
-        self._tolerance = tolerance
+    def __init__(self, tolerance: float = 1e-6, rough_tolerance: float = 1e-3) -> None:
+        self._tolerance, self._rough_tolerance = tolerance, rough_tolerance
 
     def lift(self, x: Tensor) -> Tensor:
         return x
 
-    def norm(self, operator: ProvableOperator) -> Tensor:
-        return estimate(operator, tolerance=self._tolerance).value
+    def norm(self, operator: ProvableOperator, *, rough: bool = False) -> Tensor:
+        return estimate(operator, tolerance=self._rough_tolerance if rough else self._tolerance).value
 
     def number(self, x: Tensor) -> Tensor:
         return x

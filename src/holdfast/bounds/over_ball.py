@@ -1,0 +1,207 @@
+"""What holds at every point of a ball: upper probabilities, spreads of values and scores (docs/math/second-order.md).
+
+Z is any point with ‖Z - X‖_F <= r, G any direction with ‖G‖_F = 1. All constants are non-decreasing in r, and are
+computed for many radii at once: shapes begin with (r, b…), where r is the number of radii.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Generic, final
+
+import torch
+from torch import Tensor
+
+from holdfast.attention import AttentionLayer, fold
+from holdfast.attention.jacobian import Folded
+from holdfast.attention.moments import RowMoments, ScoreMoments
+from holdfast.bounds.arithmetic import Arithmetic
+from holdfast.linalg import Array, Ball
+
+ROOT2 = math.sqrt(2.0) * (1 + 2**-50)  # not below the exact value, nor are the other constants here
+_CURVED = (1 + math.sqrt(2.0)) / 2 * (1 + 2**-50)
+
+
+@final
+class OverBall(Generic[Array]):
+    """Constants of a layer on balls around x.
+
+    Args:
+        a: the arithmetic.
+        layer: float64.
+        x: (b…, n, d) float64.
+        radii: (r) the radii of the balls.
+    """
+
+    def __init__(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, radii: Array) -> None:
+        self.a: Arithmetic[Array] = a
+        self._radii: Array = radii
+        self._batch = x.ndim - 2
+        X = a.lift(x)
+        w = layer.weights(X)
+        self.f: Folded[Array] = fold(layer, X)
+        self.A: Array = w.w_q @ w.w_k.mT * layer.scale
+        self.norm_A: Array = a.matrix_norm(self.A)
+        self.norm_C: Array = a.matrix_norm(self.f.c)
+
+    def r(self, dims: int) -> Array:
+        """The radii, ready for a tensor with `dims` dimensions behind the batch."""
+        return self._radii.reshape(-1, *(1 for _ in range(self._batch + dims)))
+
+    # -- norms of all heads together
+
+    @cached_property
+    def stacked_C(self) -> Array:
+        """‖[C_1; …; C_h]‖."""
+        return self.a.matrix_norm(self.f.c.flatten(0, 1))
+
+    @cached_property
+    def rows_A(self) -> Array:
+        """‖[A_1, …, A_h]‖, a bound of (Σ_l ‖A_lᵀ w‖²)^½ for unit w."""
+        return self.a.matrix_norm(self.A.movedim(0, 1).flatten(1, 2))
+
+    @cached_property
+    def joint_A(self) -> Array:
+        """A bound of (Σ_l ‖G A_l G'ᵀ‖_F²)^½ for ‖G‖_F = ‖G'‖_F = 1: heads side by side, or one above the other."""
+        return self.rows_A.minimum(self.a.matrix_norm(self.A.flatten(0, 1)))
+
+    def joint_bilinear(self, squares: Array) -> tuple[Array, Array]:
+        """Both bounds of (Σ_l w_l² ‖G A_l G'ᵀ‖_F²)^½, for weights with the given squares (…, h)."""
+        h, d, _ = self.A.shape
+        grams = (self.A @ self.A.mT, self.A.mT @ self.A)
+        rows, columns = ((squares @ g.reshape(h, d * d)).reshape(*squares.shape[:-1], d, d) for g in grams)
+        return root(self.a.matrix_norm(rows)), root(self.a.matrix_norm(columns))
+
+    # -- probabilities
+
+    @cached_property
+    def q(self) -> Tensor:
+        """(r, b…, h, n, n) q_ij >= p_ij(Z) for all Z, also on the segment between the scores of X and Z (Lemma 3)."""
+        a, f, r = self.a, self.f, self.r(3)
+        masked = a.number(f.scores) == -math.inf
+        log_p = f.scores.log_softmax(-1).masked_fill(masked, 0.0)
+        norm_A = self.norm_A.unsqueeze(-1).unsqueeze(-1)
+        alpha2 = f.key.square().sum(-1, keepdim=True)
+        query = self._centred_query
+        mean = f.p @ query
+        # (a) log p_ij is concave in the scores, so it grows at most by its linear part: w = e_j - p_i.
+        eye = torch.eye(f.p.shape[-1], dtype=torch.float64, device=masked.device)
+        w_own = -(f.p.diagonal(0, -2, -1).unsqueeze(-1) - eye)
+        w_norm2 = f.p.square().sum(-1, keepdim=True) - f.p * 2.0 + 1.0
+        turn = f.key @ query.mT - (f.key * mean).sum(-1, keepdim=True)
+        slope = root(_distances2(mean, query) + turn * w_own * 2.0 + w_norm2 * alpha2)
+        bend = (w_own.abs() + root(w_norm2)) * norm_A * 0.5
+        q = a.number((log_p + slope * r + bend * (r * r)).clamp(max=0.0).exp())
+        # (b) every other score gains at most this much on score j; says nothing where p underflows.
+        apart = root(_distances2(query, query))
+        gain = root(alpha2) * r * ROOT2 + norm_A * (r * r) * _CURVED
+        rest = f.p @ (-(apart * r)).exp() - f.p
+        ratio = a.number(f.p / (f.p + (-gain).exp() * rest))
+        usable = (a.number(f.p) > 1e-290) & torch.isfinite(ratio)
+        return torch.where(usable, torch.minimum(q, ratio), q).clamp(max=1.0).masked_fill(masked, 0.0)
+
+    @cached_property
+    def softmax_norm(self) -> Array:
+        """(r, b…, h, n) λ_i >= ‖diag(p) - pp^T‖ for all p in the ball.
+
+        M(p) <= diag(q) - qq^T/S with S = Σ_j q_j, whose norm is at most q_1 (S - q_1 + q_2) / S (Lemma 1 for q/S).
+        """
+        a = self.a
+        top = torch.cat([self.q, torch.zeros_like(self.q[..., :1])], -1).topk(2, -1).values
+        first, second, total = a.lift(top[..., 0]), a.lift(top[..., 1]), a.lift(self.q).sum(-1)
+        return (first * (total - first + second) / total).minimum(first).clamp(max=0.5)
+
+    # -- movement of all scores together
+
+    def score_movement(self, weights: Array) -> Array:
+        """(r, b…) a bound of (Σ_i Σ_l Var_w(s'_li))^½ at Z, for weights (r, b…, h, n, n) that cover the probabilities.
+
+        s'(Z) - s'(X) = G A_l (Z - X)ᵀ + (Z - X) A_l Gᵀ is bounded by the largest weight of each head.
+        """
+        at_x = self.a.norm(ScoreMoments(self.f.query, self.f.key, weights), rough=True)
+        rows, columns = self.joint_bilinear(weights.amax((-2, -1)))
+        return at_x + (rows + columns) * self.r(0)
+
+    # -- spreads of values and scores, all heads together
+
+    @cached_property
+    def value_spread(self) -> Array:
+        """(r, b…, n) Ω_i >= (Σ_l Var(C_lᵀz · u))^½ for unit u."""
+        q = self.a.lift(self.q)
+        return self.a.norm(RowMoments(self.f.v, q), rough=True) + self._moved(q.amax(-1)) * self.stacked_C
+
+    @cached_property
+    def query_spread(self) -> Array:
+        """(r, b…, n) η_i >= (Σ_l Var(A_l z_j · w))^½ for unit w."""
+        q = self.a.lift(self.q)
+        return self.a.norm(RowMoments(self.f.query, q), rough=True) + self._moved(q.amax(-1)) * self.rows_A
+
+    @cached_property
+    def damping(self) -> Array:
+        """(r, b…, n) max_l √λ_li: ‖M(p_i) f‖ is at most this times the standard deviation of f."""
+        return root(self.softmax_norm.amax(-2))
+
+    @cached_property
+    def score_spread(self) -> Array:
+        """(r, b…, n) σ_i >= (Σ_l Var(s'_li))^½: how far the scores of row i spread in one direction G.
+
+        g_i enters through the query and, at key i, through the key; the other tokens through the key alone, where
+        Var(a_i · g_j) <= λ_i Σ_j (a_i · g_j)².
+        """
+        a, key, lam = self.a, self.f.key, self.softmax_norm
+        q = a.lift(self.q)
+        own = a.norm(RowMoments(self.f.query, q, own=key), rough=True) + self._moved(q.amax(-1)) * (
+            self.rows_A + self.joint_A
+        )
+        weighted = root(lam).movedim(-2, -1).unsqueeze(-1) * key.movedim(-3, -2)
+        others = a.matrix_norm(weighted) + self._moved(lam) * self.joint_A
+        return root(own.square() + others.square())
+
+    @cached_property
+    def value_reach_of_heads(self) -> Array:
+        """(r, b…, h, n) a bound of ‖C_lᵀ(z_j - ȳ_i(Z))‖ for every allowed key."""
+        return self._reach(self.f.v, self.f.y, self.norm_C)
+
+    @cached_property
+    def value_reach(self) -> Array:
+        """(r, b…, n) D_i, the largest of them over the heads."""
+        return self.value_reach_of_heads.amax(-2)
+
+    @cached_property
+    def score_reach(self) -> Array:
+        """(r, b…, n) θ_i >= |s'_lij - E s'_li|."""
+        query = self._centred_query
+        alpha = root(self.f.key.square().sum(-1)) + self.r(2) * self.norm_A.unsqueeze(-1)
+        reach = self._reach(query, self.f.p @ query, self.norm_A) + alpha
+        return root(reach.square() + alpha.square()).amax(-2)
+
+    def _moved(self, weights: Array) -> Array:
+        """What the movement of the tokens adds to a spread with weights (r, b…, h, n): r max_l √w_li per unit norm."""
+        return self.r(1) * root(weights.amax(-2))
+
+    def _reach(self, values: Array, means: Array, norm: Array) -> Array:
+        """(r, b…, h, n) a bound of the distance of a value from the mean of row i."""
+        a, r = self.a, self.r(2)
+        masked = a.number(self.f.scores) == -math.inf
+        farthest = root(_distances2(means, values).masked_fill(masked, 0.0).amax(-1))
+        diameter = root(_distances2(values, values).amax((-2, -1))).unsqueeze(-1)
+        shift = (a.lift(self.q) - self.f.p).sum(-1).clamp(max=1.0)
+        slack = norm.unsqueeze(-1) * r * ROOT2
+        return (diameter + slack).minimum(farthest + shift * diameter + slack)
+
+    @cached_property
+    def _centred_query(self) -> Array:
+        """Rows A x_j with a common constant taken off, which leaves differences alone and spares digits."""
+        return self.f.query - self.a.number(self.f.query).mean(-2, keepdim=True)
+
+
+def root(x: Array) -> Array:
+    """The square root of a quantity that is not negative but for rounding."""
+    return x.sqrt() if isinstance(x, Ball) else x.clamp(min=0).sqrt()
+
+
+def _distances2(left: Array, right: Array) -> Array:
+    """Squared distances of rows: (…, n, d) and (…, m, d) to (…, n, m)."""
+    lengths = left.square().sum(-1, keepdim=True) + right.square().sum(-1, keepdim=True).mT
+    return lengths - left @ right.mT * 2.0

@@ -1,0 +1,177 @@
+"""First-order exact bounds: the Jacobian at x, plus a bound of the curvature over the ball (docs/math/second-order.md).
+
+For a unit direction G, F(X + εG) - F(X) = ε J(X)G + ∫_0^ε (ε - r) D²F(X + rG)[G, G] dr. With β(r) >= ‖D²F(Z)[G, G]‖_F
+on the ball of radius r, δ = ε ‖J(X)‖ + ∫_0^ε (ε - r) β(r) dr; its ratio to the truth tends to 1 as ε tends to 0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Generic, final
+
+import torch
+from torch import Tensor
+
+from holdfast.attention import AttentionJacobian, AttentionLayer, ValueOperator
+from holdfast.attention.mean_split import CommonPart, Coupling, OtherPart
+from holdfast.bounds.arithmetic import Arithmetic
+from holdfast.bounds.base import Bound, Evaluation, register_bound
+from holdfast.bounds.over_ball import ROOT2, OverBall, root
+from holdfast.linalg import Array
+
+_CELLS = 512
+_NODES = 8
+
+
+@dataclass(frozen=True)
+class Curvature(Generic[Array]):
+    """Bounds (r, b…) of the second derivative on balls, by kind of direction.
+
+    Attributes:
+        every: ‖D²F[G, G]‖ for any G.
+        common: the same where all tokens move alike, G = 1wᵀ: then only the third cumulant is left.
+        mixed: ‖D²F[G, G']‖ with G as in `common` and G' any.
+    """
+
+    every: Array
+    common: Array
+    mixed: Array
+
+
+def curvature(ball: OverBall[Array]) -> Curvature[Array]:
+    """Theorem 4, from the rows y'' = 2 Cov(s', g) + Cov(s'', z) + κ₃(s', s', z), all heads together."""
+    D, sigma, eta, lam = ball.value_reach, ball.score_spread, ball.query_spread, ball.softmax_norm
+    n = D.shape[-1]
+    third = (D * sigma).minimum(ball.score_reach * ball.value_spread)
+    rho = root(lam) * ball.stacked_C * 2.0 + third.unsqueeze(-2)
+    every = ball.score_movement(rho.square().unsqueeze(-1) * ball.q)
+    damped = ball.damping * ball.value_spread
+    every = every + damped.amax(-1) * ball.joint_A * 2.0
+    # All tokens alike: g does not vary, so both covariances vanish; s' varies through the query alone, by w/√n.
+    common = root((D * eta.square()).square().sum(-1)) / n
+    mixed = _rms(ball.damping * eta) * ball.stacked_C + _rms(damped) * ball.rows_A
+    return Curvature(every, common, mixed + _rms(D * eta * sigma))
+
+
+def _rms(rows: Array) -> Array:
+    """(Σ_i x_i² / n)^½ over the rows i."""
+    return root(rows.square().sum(-1) / rows.shape[-1])
+
+
+def nodes_for(radii: Tensor) -> Tensor:
+    """(r) where the curvature is evaluated, for the given radii; radii share their nodes."""
+    each = max(3, math.ceil(_NODES / len(radii)))
+    steps = torch.arange(1, each + 1, dtype=torch.float64, device=radii.device) / each
+    nodes: Tensor = torch.unique(radii.unsqueeze(-1) * steps)
+    return nodes
+
+
+def integrate(a: Arithmetic[Array], values: Array, nodes: Tensor, radii: Tensor) -> Array:
+    """(b…, e) a bound of ∫_0^ε (ε - r) f(r) dr for non-decreasing f with values (r, b…) at the nodes (r).
+
+    On each interval f is at most its value at the right end; the interval that holds ε is cut there.
+    """
+    ends = torch.minimum(nodes.unsqueeze(-1), radii)
+    starts = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
+    weights = (ends - starts) * (radii - (starts + ends) / 2)
+    return values.movedim(0, -1) @ a.lift(weights * (1 + 1e-12))  # more than the rounding of the weights
+
+
+@final
+@register_bound
+class SecondOrder(Bound):
+    """δ = max over s of ε j(s) + ∫_0^ε (ε - r) b(r, s) dr (Theorem 5).
+
+    A direction has a part c in which all tokens move alike and a rest s, c² + s² = 1. With J the Jacobian at X,
+    j(s)² = min(‖J‖², ‖J_c‖² c² + 2 ‖J_cᵀ J_s‖ cs + ‖J_s‖² s²) and b = min(β, β_c c² + 2 β_cs cs + β s²). The maximum is
+    bounded on small intervals of s.
+    """
+
+    name = "second-order"
+    cost = "three norms of size nd x nd; for every node (8 or more) one of size nd x hn², and n of size hn x d"
+    reference: ClassVar[str] = "holdfast"
+
+    def _refusal(self, layer: AttentionLayer) -> str | None:
+        return None
+
+    def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
+        J = AttentionJacobian(layer, x)
+        gain, common, other = a.norm(J), a.norm(CommonPart(J)), a.norm(OtherPart(J))
+        coupling = a.norm(Coupling(J))
+        radii = a.number(eps)
+        nodes = nodes_for(radii)
+        beta = curvature(OverBall(a, layer, x, a.lift(nodes)))
+        every, alike, mixed = (integrate(a, part, nodes, radii) for part in (beta.every, beta.common, beta.mixed))
+
+        # Cells of s, finer near 0; (b…, e, cell).
+        edges = torch.linspace(0, 1, _CELLS + 1, dtype=torch.float64, device=x.device).square()
+        low, high = a.lift(edges[:-1]), a.lift(edges[1:])
+        cc, ss = -(low.square() - 1.0), high.square()
+        cs = high * root(cc)
+        gain2 = (common * common)[..., None] * cc + coupling[..., None] * cs * 2.0 + (other * other)[..., None] * ss
+        slope = root(gain2).minimum(gain[..., None])[..., None, :]
+        bend = alike[..., None] * cc + mixed[..., None] * cs * 2.0 + every[..., None] * ss
+        value = (slope * eps[..., None] + bend.minimum(every[..., None])).amax(-1)
+        terms = {"jacobian": gain, "common": common, "other": other, "coupling": coupling, "curved": every}
+        return Evaluation(value, terms | {"curved_common": alike, "curved_mixed": mixed})
+
+
+@final
+@register_bound
+class Mixed(Bound):
+    """For large eps: the gain along a segment is bounded in two ways, and the output cannot leave the values' hull.
+
+    δ = min(∫_0^ε min(‖J(X)‖ + ∫_0^r β, L(r)) dr, ε ζ + saturation) (Theorems 6 and 7), where
+    L(r) = |H| + ‖W^O‖ ‖[π_1 B_1, …, π_h B_h]‖ + ‖stack_l Ω_i √q_lij (M_l - mean)‖ + drift, π_l² = max_j Σ_i q_lij,
+    bounds ‖J(Z)‖, and row i of (P_l' - P_l) X' C_l is at most max_j ‖C_lᵀ(x_j - ȳ_i)‖ + √2 ε ‖C_l‖.
+    """
+
+    name = "mixed"
+    cost = "that of second-order, and for every node one norm of size nd x hn²"
+    reference: ClassVar[str] = "holdfast"
+
+    def _refusal(self, layer: AttentionLayer) -> str | None:
+        return None
+
+    def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
+        radii = a.number(eps)
+        nodes = nodes_for(radii)
+        ball = OverBall(a, layer, x, a.lift(nodes))
+        gain = a.norm(AttentionJacobian(layer, x))
+        grown = _running(a, curvature(ball).every, nodes) + gain
+        slope = grown.minimum(_direct_gain(ball, layer, x))
+        integral = slope.movedim(0, -1) @ a.lift(_widths(nodes, radii))
+        saturated = _saturated(a, layer, x, eps)
+        terms = {"jacobian": gain, "integral": integral, "saturated": saturated}
+        return Evaluation(integral.minimum(saturated), terms)
+
+
+def _widths(nodes: Tensor, radii: Tensor) -> Tensor:
+    """(r, e) lengths of the intervals between nodes up to each radius, rounded up."""
+    ends = torch.minimum(nodes.unsqueeze(-1), radii)
+    return torch.diff(ends, dim=0, prepend=torch.zeros_like(ends[:1])) * (1 + 1e-12)
+
+
+def _running(a: Arithmetic[Array], values: Array, nodes: Tensor) -> Array:
+    """(r, b…) a bound of ∫_0^r f at each node, for non-decreasing f with values (r, b…) at the nodes."""
+    return (values.movedim(0, -1) @ a.lift(_widths(nodes, nodes))).movedim(-1, 0)
+
+
+def _direct_gain(ball: OverBall[Array], layer: AttentionLayer, x: Tensor) -> Array:
+    """(r, b…) L(r) >= ‖J(Z)‖."""
+    a, q = ball.a, ball.a.lift(ball.q)
+    w = layer.weights(a.lift(x))
+    received = q.sum(-2).amax(-1)  # (r, b…, h): π_l²
+    h, d, _ = w.w_v.shape
+    gram = (received @ (w.w_v @ w.w_v.mT).reshape(h, d * d)).reshape(*received.shape[:-1], d, d)
+    values = root(a.matrix_norm(gram)) * a.matrix_norm(w.w_o.flatten(0, 1)) + abs(layer.residual)
+    return values + ball.score_movement(ball.value_spread.square().unsqueeze(-1).unsqueeze(-3) * q)
+
+
+def _saturated(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Array:
+    """(b…, e) ε ζ and the farthest that the attention outputs can go, however the probabilities change."""
+    ball = OverBall(a, layer, x, a.lift(torch.zeros(1, dtype=torch.float64, device=x.device)))
+    reach = ball.value_reach_of_heads[0].unsqueeze(-1) + ball.norm_C.unsqueeze(-1).unsqueeze(-1) * eps * ROOT2
+    zeta = a.norm(ValueOperator(layer, x))
+    return zeta.unsqueeze(-1) * eps + root(reach.sum(-3).square().sum(-2))
