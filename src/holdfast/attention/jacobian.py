@@ -75,18 +75,16 @@ class AttentionJacobian(AssembledOperator):
         q, k = parts.q * layer.scale, parts.k * layer.scale
         maps = (w.w_q, w.w_k, w.w_v)
         if x.ndim == 2 and len(x) < layer.k:
-            # Few tokens: dq is only ever multiplied by the n keys and dk by the n queries, so they join the maps.
+            # Few tokens: dq meets nothing but the n keys, and dk the n queries, so these join the maps.
             maps = (w.w_q @ k.mT, w.w_k @ q.mT, w.w_v)
             q = k = torch.eye(len(x), dtype=x.dtype, device=x.device).expand_as(parts.p)
-        self._w_in = torch.cat([join_heads(m) for m in maps], dim=-1)
-        self._widths = [layer.h * m.shape[-1] for m in maps]
-        self._w_out = w.w_o.flatten(0, 1)
+        self._w_in, self._w_out = [join_heads(m) for m in maps], w.w_o.flatten(0, 1)
         self._q, self._k, self._v, self._p, self._y = q, k, parts.v, parts.p, parts.y
         self._blocks = _blocks(layer.allowed(x.shape[-2]), x.shape[-2])
         super().__init__(x.shape[:-2], x.shape[-2:], torch.Size((x.shape[-2], layer.d_out)), x)
 
     def mv(self, v: Float[Tensor, "*m n d"]) -> Float[Tensor, "*m n d_out"]:
-        dq, dk, dv = (split_heads(t, self._layer.h) for t in (v @ self._w_in).split(self._widths, dim=-1))
+        dq, dk, dv = (split_heads(v @ w, self._layer.h) for w in self._w_in)
         left = torch.cat([dq, self._q.expand_as(dq)], -1)
         right = torch.cat([self._k.expand_as(dk), dk], -1)
         dy = torch.empty_like(dv)
@@ -102,15 +100,16 @@ class AttentionJacobian(AssembledOperator):
     def rmv(self, u: Float[Tensor, "*m n d_out"]) -> Float[Tensor, "*m n d"]:
         dy = split_heads(u @ self._w_out.mT, self._layer.h)
         mean = (dy * self._y).sum(-1, keepdim=True)
-        parts = u.new_zeros(*u.shape[:-1], self._w_in.shape[-1])
-        dq, dk, dv = (split_heads(t, self._layer.h) for t in parts.split(self._widths, dim=-1))
+        parts = [u.new_zeros(*u.shape[:-1], w.shape[-1]) for w in self._w_in]
+        dq, dk, dv = (split_heads(t, self._layer.h) for t in parts)
         for rows, keys in self._blocks:
             p, dy_rows = self._p[..., rows, keys], dy[..., rows, :]
             ds = (dy_rows @ self._v[..., keys, :].mT).sub_(mean[..., rows, :]).mul_(p)
             dq[..., rows, :] = ds @ self._k[..., keys, :]
             dk[..., keys, :] += ds.mT @ self._q[..., rows, :]
             dv[..., keys, :] += p.mT @ dy_rows
-        out = parts @ self._w_in.mT
+        through_q, through_k, through_v = (t @ w.mT for t, w in zip(parts, self._w_in, strict=True))
+        out = through_q + through_k + through_v
         return out + self._layer.residual * u if self._layer.residual else out
 
     def part(self, start: int, stop: int) -> AttentionJacobian:

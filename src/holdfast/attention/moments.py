@@ -130,12 +130,12 @@ class ScoreMoments(ProvableOperator):
 
         With q̃_lij = A_l x_j - (its w-mean), block (i,j) of the Gram matrix is
         δ_ij Σ_l Σ_k (w_lik q̃_lik q̃_likᵀ + w_lki a_lk a_lkᵀ) + Σ_l (w_lij q̃_lij a_liᵀ + w_lji a_lj q̃_ljiᵀ)
-        - Σ_l Σ_k w_lki w_lkj a_lk a_lkᵀ / S_lk. A row whose S may vanish is not centred, which only adds.
+        - Σ_l Σ_k w_lki w_lkj a_lk a_lkᵀ / S_lk. A row whose S is lost in rounding is not centred, which only adds.
         """
         n, d = self.domain
         w, a = self._w, self._key
         total = w.sum(-1, keepdim=True)
-        uncentred = (total.mid <= total.rad).to(torch.float64)
+        uncentred = (total.mid <= 1e3 * total.rad).to(torch.float64)
         share = w * (1.0 - uncentred) / (total + uncentred)
         tilde = self._query.unsqueeze(-3) - (share @ self._query).unsqueeze(-2)  # (b, h, i, j, d)
         weighted = w.unsqueeze(-1) * tilde

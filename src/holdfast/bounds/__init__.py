@@ -1,5 +1,6 @@
 """Upper bounds: one file for each family of theorems, one registration line for each method."""
 
+# isort: off  (methods are listed in the order in which they are registered here)
 from holdfast.bounds.base import Bound, bounds, list_bounds, register_bound
 from holdfast.bounds.best import Best
 from holdfast.bounds.covariance import Covariance, Plus

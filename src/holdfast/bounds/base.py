@@ -151,4 +151,4 @@ def register_bound(cls: B) -> B:
 
 def list_bounds() -> list[Bound]:
     """Every registered bound; each has .name .side .scope .guarantees .cost .reference .assumptions."""
-    return [bounds[name] for name in sorted(bounds, key=lambda name: name == "best")]
+    return [bounds[name] for name in bounds]

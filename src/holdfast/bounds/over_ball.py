@@ -44,6 +44,11 @@ class OverBall(Generic[Array]):
         self.A: Array = w.w_q @ w.w_k.mT * layer.scale
         self.norm_A: Array = a.matrix_norm(self.A)
         self.norm_C: Array = a.matrix_norm(self.f.c)
+        n = x.shape[-2]
+        allowed = layer.allowed(n)
+        every = torch.ones(n, n, dtype=torch.bool, device=x.device)
+        #: (b…, 1, n, n) the pairs that no head attends to.
+        self.masked: Tensor = ~(every if allowed is None else allowed.to(x.device)).unsqueeze(-3)
 
     def r(self, dims: int) -> Array:
         """The radii, ready for a tensor with `dims` dimensions behind the batch."""
@@ -78,8 +83,7 @@ class OverBall(Generic[Array]):
     @cached_property
     def q(self) -> Tensor:
         """(r, b…, h, n, n) q_ij >= p_ij(Z) for all Z, also on the segment between the scores of X and Z (Lemma 3)."""
-        a, f, r = self.a, self.f, self.r(3)
-        masked = a.number(f.scores) == -math.inf
+        a, f, r, masked = self.a, self.f, self.r(3), self.masked
         log_p = f.scores.log_softmax(-1).masked_fill(masked, 0.0)
         norm_A = self.norm_A.unsqueeze(-1).unsqueeze(-1)
         alpha2 = f.key.square().sum(-1, keepdim=True)
@@ -119,6 +123,7 @@ class OverBall(Generic[Array]):
 
         s'(Z) - s'(X) = G A_l (Z - X)ᵀ + (Z - X) A_l Gᵀ is bounded by the largest weight of each head.
         """
+        weights = self.a.lift(self.a.number(weights))  # larger weights cover as well; from here on they are exact
         at_x = self.a.norm(ScoreMoments(self.f.query, self.f.key, weights), rough=True)
         rows, columns = self.joint_bilinear(weights.amax((-2, -1)))
         return at_x + (rows + columns) * self.r(0)
@@ -183,8 +188,7 @@ class OverBall(Generic[Array]):
     def _reach(self, values: Array, means: Array, norm: Array) -> Array:
         """(r, b…, h, n) a bound of the distance of a value from the mean of row i."""
         a, r = self.a, self.r(2)
-        masked = a.number(self.f.scores) == -math.inf
-        farthest = root(_distances2(means, values).masked_fill(masked, 0.0).amax(-1))
+        farthest = root(_distances2(means, values).masked_fill(self.masked, 0.0).amax(-1))
         diameter = root(_distances2(values, values).amax((-2, -1))).unsqueeze(-1)
         shift = (a.lift(self.q) - self.f.p).sum(-1).clamp(max=1.0)
         slack = norm.unsqueeze(-1) * r * ROOT2

@@ -43,9 +43,15 @@ def curvature(ball: OverBall[Array]) -> Curvature[Array]:
     """Theorem 4, from the rows y'' = 2 Cov(s', g) + Cov(s'', z) + κ₃(s', s', z), all heads together."""
     D, sigma, eta, lam = ball.value_reach, ball.score_spread, ball.query_spread, ball.softmax_norm
     n = D.shape[-1]
-    third = (D * sigma).minimum(ball.score_reach * ball.value_spread)
-    rho = root(lam) * ball.stacked_C * 2.0 + third.unsqueeze(-2)
-    every = ball.score_movement(rho.square().unsqueeze(-1) * ball.q)
+    third = (D * sigma).minimum(ball.score_reach * ball.value_spread).unsqueeze(-2)
+    first = root(lam) * ball.stacked_C * 2.0
+    # Row i is at most u + v, u² = Σ_l first_l² Var(s'_l), v² = third² Σ_l Var(s'_l); with any t > 0,
+    # (u + v)² <= (1 + t) u² + (1 + 1/t) v². This t is best where the heads agree.
+    a = ball.a
+    best = a.number(third) / a.number(first).amax(-2, keepdim=True)
+    t = a.lift(best.nan_to_num(nan=1.0).clamp(1e-6, 1e6))
+    rho2 = first.square() * (t + 1.0) + third.square() + third.square() / t
+    every = ball.score_movement(rho2.unsqueeze(-1) * ball.q)
     damped = ball.damping * ball.value_spread
     every = every + damped.amax(-1) * ball.joint_A * 2.0
     # All tokens alike: g does not vary, so both covariances vanish; s' varies through the query alone, by w/√n.

@@ -9,7 +9,7 @@ import torch
 import typer
 
 import holdfast
-from holdfast.cli import demo, doctor, layers
+from holdfast.cli import campaign, demo, doctor, layers, repro
 from holdfast.errors import HoldfastError
 
 app = typer.Typer(
@@ -23,7 +23,9 @@ app.command("bounds")(layers.bounds)
 app.command("bound")(layers.bound)
 app.command("attack")(layers.attack)
 app.command("demo")(demo.demo)
+app.command("campaign")(campaign.campaign)
 app.command("doctor")(doctor.doctor)
+app.add_typer(repro.app, name="repro")
 
 # Older releases of typer take this class from click, newer ones carry their own; only the subclass has a public name.
 _USAGE_ERROR = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])

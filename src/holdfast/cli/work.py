@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -59,7 +59,7 @@ def carry_out(jobs: Sequence[Job[T]]) -> Finished[T]:
     return Finished(results, interrupted=False)
 
 
-def emit_json(command: str, payload: dict[str, object], *, stdout: bool, out: Path | None) -> None:
+def emit_json(command: str, payload: Mapping[str, object], *, stdout: bool, out: Path | None) -> None:
     """The results as JSON: on standard output, in a file, or both."""
     text = json.dumps({"command": command, "holdfast": holdfast.__version__, **payload}, indent=2, allow_nan=False)
     if out is not None:

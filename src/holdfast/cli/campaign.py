@@ -1,0 +1,61 @@
+"""`campaign`: random layers, and for each of them a search for a point where a bound is below the truth."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from holdfast.cli.inputs import Json, Out
+from holdfast.cli.work import Job, carry_out, emit_json
+from holdfast.testing.campaign import CampaignReport, Subject, examine, subjects
+
+
+def campaign(
+    layers: Annotated[int, typer.Option(min=0, help="How many random layers.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first layer; layer i has the seed + i.")] = 0,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Begin no further layer after so much time.")] = None,
+    demo: Annotated[bool, typer.Option(help="Begin with the layers of the demo model.")] = True,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Attack every bound, and what it is made of, at random layers: status 1 if one is below what is attained."""
+    began = time.perf_counter()
+
+    def job(subject: Subject) -> Job[CampaignReport | None]:
+        def run() -> CampaignReport | None:
+            late = seconds is not None and time.perf_counter() - began > seconds
+            return None if late else examine(subject)
+
+        return Job(subject.case.name, run)
+
+    jobs = [job(subject) for subject in subjects(layers, seed, demo=demo)]
+    done = carry_out(jobs)
+    report = CampaignReport()
+    for found in done.results:
+        if found is not None:
+            report.add(found)
+    emit_json("campaign", {"seed": seed, **report.to_dict()}, stdout=as_json, out=out)
+    if not as_json:
+        _show(report)
+    if not report.sound:
+        raise typer.Exit(1)
+    done.exit(len(jobs))
+
+
+def _show(report: CampaignReport) -> None:
+    table = Table("bound or ingredient", "smallest slack", "refused", title="Bound / attained - 1")
+    for name in sorted({*report.slack, *report.refusals}):
+        slack = f"{report.slack[name]:.3g}" if name in report.slack else ""
+        table.add_row(name, slack, str(report.refusals.get(name, "")))
+    console = Console()
+    console.print(table)
+    for kind, findings in (("violation", report.violations), ("failure", report.failures)):
+        for each in findings:
+            where = "" if each.seed is None else f"; repeat with --no-demo --layers 1 --seed {each.seed}"
+            console.print(f"{kind}: {each.what} at {each.layer}: {each.detail}{where}", style="red", soft_wrap=True)
+    found = f"{len(report.violations)} violations, {len(report.failures)} failures"
+    console.print(f"{report.layers} layers, {report.checks} checks in {report.seconds:.0f} s: {found}")

@@ -1,0 +1,1 @@
+"""Tables and figures that anyone can make again: one module for each."""
