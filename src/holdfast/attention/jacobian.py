@@ -195,7 +195,7 @@ class ScoreOperator(ProvableOperator):
 
     def part(self, start: int, stop: int) -> ScoreOperator:
         n, d = self.domain
-        query, key = self._query.reshape(-1, n, d)[start:stop], self._key.reshape(-1, n, d)[start:stop]
+        query, key = (t.reshape(-1, n, d)[start:stop].double() for t in (self._query, self._key))
         return ScoreOperator(query, key, self._allowed.reshape(-1, n, n)[start:stop])
 
     def gram(self) -> Gram:

@@ -50,13 +50,10 @@ def upper(operator: ProvableOperator, *, memory_limit: float = 8 * GIB) -> NormR
             'tokens, or ask for guarantee="numerical"'
         )
     count = operator.batch.numel()
-    step = max(1, int(memory_limit // need))
+    step = max(1, int(min(count, memory_limit / need)))
     parts = [_prove(operator.part(i, min(i + step, count)).gram()) for i in range(0, count, step)]
-    value = torch.cat([part.value for part in parts]).reshape(operator.batch)
-    if not bool(torch.isfinite(value).all()):
-        raise HoldfastError("a proved norm is not finite: the map overflows float64; scale the weights or the input")
     return NormResult(
-        value=value,
+        value=_finite(torch.cat([part.value for part in parts])).reshape(operator.batch),
         side="upper",
         guarantee="proved",
         residual=torch.cat([part.residual for part in parts]).reshape(operator.batch),
@@ -67,10 +64,10 @@ def upper(operator: ProvableOperator, *, memory_limit: float = 8 * GIB) -> NormR
 
 def _prove(gram: Gram) -> NormResult:
     G = gram.matrix
-    guess = _largest_eigenvalue(G)
     # ‖G‖_F bounds λ_max without any shift; it serves where G vanishes or no shift succeeds.
-    bound = frobenius_upper(G)
-    todo = (guess > 0) & torch.isfinite(bound)
+    bound = _finite(frobenius_upper(G))
+    guess = _largest_eigenvalue(G)
+    todo = guess > 0
     margin, trials = _FIRST_MARGIN, 0
     while bool(todo.any()) and margin < 1:
         index = todo.nonzero().squeeze(-1)
@@ -80,6 +77,12 @@ def _prove(gram: Gram) -> NormResult:
         margin, trials = margin * 10, trials + 1
     value = ((Ball.exact(bound) + gram.error).sqrt() * gram.scale).upper
     return NormResult(value, "upper", "proved", value - guess.clamp(min=0).sqrt() * gram.scale, trials)
+
+
+def _finite(value: Tensor) -> Tensor:
+    if not bool(torch.isfinite(value).all()):
+        raise HoldfastError("a proved norm is not finite: the map overflows float64; scale the weights or the input")
+    return value
 
 
 def _largest_eigenvalue(G: Tensor) -> Tensor:
@@ -96,6 +99,7 @@ def _shifted(G: Tensor, tau: Tensor) -> Tensor:
     A.diagonal(dim1=-2, dim2=-1).add_(tau.unsqueeze(-1))
     rounding = Ball.exact(A.diagonal(dim1=-2, dim2=-1).abs().amax(-1)) * (2 * UNIT)
     L, info = torch.linalg.cholesky_ex(A)
+    L = L.tril_()  # whatever it is, it is lower triangular
     defect = _defect(A, L)
     proved = (Ball.exact(tau) + defect + rounding).upper
     return torch.where((info == 0) & torch.isfinite(proved), proved, torch.full_like(proved, torch.inf))

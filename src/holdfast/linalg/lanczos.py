@@ -43,7 +43,7 @@ def estimate(
         top = krylov.top()
         if krylov.steps == limit or bool((top.error <= tolerance * top.value).all()):
             break
-        look = max(krylov.steps + 1, int(1.15 * krylov.steps))  # the small SVD is cheap beside a step, not free
+        look = krylov.steps + max(1, krylov.steps // 16)  # the small SVD is cheap beside a step, not free
     batch, dtype = operator.batch, operator.dtype
     return NormResult(
         value=top.value.reshape(batch).to(dtype),
@@ -51,8 +51,8 @@ def estimate(
         guarantee="numerical",
         residual=top.residual.reshape(batch).to(dtype),
         iterations=krylov.steps,
-        left=_combine(krylov.left, top.left).reshape(*batch, *operator.codomain),
-        right=_combine(krylov.right, top.right).reshape(*batch, *operator.domain),
+        left=_combine(krylov.left, top.left).reshape((*batch, *operator.codomain)),
+        right=_combine(krylov.right, top.right).reshape((*batch, *operator.domain)),
         seconds=time.perf_counter() - began,
     )
 
@@ -92,9 +92,9 @@ class _Krylov:
 
     def extend(self) -> None:
         op, members = self._operator, len(self.right.rows)
-        v = self.right.last.reshape(*op.batch, *op.domain)
+        v = self.right.last.reshape((*op.batch, *op.domain))
         self._alphas.append(self.left.append(op.mv(v).reshape(members, -1)))
-        u = self.left.last.reshape(*op.batch, *op.codomain)
+        u = self.left.last.reshape((*op.batch, *op.codomain))
         self._betas.append(self.right.append(op.rmv(u).reshape(members, -1)))
 
     def top(self) -> _Top:
@@ -126,13 +126,16 @@ class _Basis:
         return self._rows[:, self.size - 1]
 
     def append(self, vector: Tensor) -> Tensor:
-        """Orthogonalises (twice is enough), normalises and appends; returns the length that was left."""
-        before = _length(vector)
-        for _ in range(2 if self.size else 0):
-            vector = vector - ((self.rows @ vector.unsqueeze(-1)).mT @ self.rows).squeeze(-2)
+        """Orthogonalises, normalises and appends; returns the length that was left."""
+        inside = torch.zeros_like(vector[:, 0], dtype=torch.float64)
+        if self.size:
+            vector, inside = self._without_projection(vector)
         length = _length(vector)
+        if bool((length < inside / 2).any()):  # the difference has lost digits; twice is enough
+            vector, _ = self._without_projection(vector)
+            length = _length(vector)
         # What remains after cancellation below rounding is noise: the space is exhausted.
-        length = torch.where(length > 8 * torch.finfo(vector.dtype).eps * before, length, torch.zeros_like(length))
+        length = torch.where(length > 8 * torch.finfo(vector.dtype).eps * inside, length, torch.zeros_like(length))
         unit = vector / torch.where(length > 0, length, torch.inf).to(vector.dtype).unsqueeze(-1)
         if self.size == self._rows.shape[1]:
             room = min(2 * self.size, self._limit) - self.size
@@ -141,11 +144,20 @@ class _Basis:
         self.size += 1
         return length
 
+    def _without_projection(self, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """The vector less its projection on the basis, and the length of that projection."""
+        coefficients = self.rows @ vector.unsqueeze(-1)
+        return vector - (coefficients.mT @ self.rows).squeeze(-2), _length(coefficients.squeeze(-1))
+
 
 def _length(vector: Tensor) -> Tensor:
     """Euclidean lengths, without overflow or underflow."""
+    length: Tensor
+    if vector.dtype == torch.float32:  # its squares are float64 numbers
+        length = torch.linalg.vector_norm(vector, dim=-1, dtype=torch.float64)
+        return length
     scale = power_of_two(vector, (-1,))
-    length: Tensor = torch.linalg.vector_norm(vector / scale, dim=-1, dtype=torch.float64)
+    length = torch.linalg.vector_norm(vector / scale, dim=-1, dtype=torch.float64)
     return length * scale.squeeze(-1)
 
 

@@ -91,8 +91,8 @@ class AssembledOperator(ProvableOperator):
     @property
     @final
     def doubles(self) -> int:
-        rows, columns = self.codomain.numel(), self.domain.numel()
-        return 2 * rows * columns + min(rows, columns) ** 2
+        # The matrix, the scaled matrix, and a copy in passing or the Gram matrix.
+        return 3 * self.codomain.numel() * self.domain.numel()
 
     @final
     def gram(self) -> Gram:

@@ -7,8 +7,8 @@ operands. The model is the usual one (Higham 2002, sections 2.2 and 3.1; Rump 19
     fl(a ∘ b) = (a ∘ b)(1 + δ) + η,  |δ| <= u = 2⁻⁵³,  |η| <= 2⁻¹⁰²² (subnormals may be flushed),
     |fl(AB) - AB| <= γ_K |A||B|,     γ_K = K u / (1 - K u), for an inner product of length K in any order.
 
-`exp` is taken to be accurate to 4 units in the last place; the vendors state 1. Radii are themselves computed in
-floating point from non-negative numbers, so a relative inflation pays for their rounding.
+`exp`, `expm1` and `log` are taken to be accurate to 4 units in the last place; the vendors state 1. Radii are
+themselves computed in floating point from non-negative numbers, so a relative inflation pays for their rounding.
 
 The class has the method names of a tensor, so that one formula serves both: with tensors it is fast, with balls proved.
 """
@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from holdfast.errors import HoldfastError, InputError
 
 UNIT = 2.0**-53
 FLOOR = 2.0**-1022
@@ -50,7 +52,7 @@ def power_of_two(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """A power of two within a factor 2 of the largest magnitude over `dims` (kept), or 1: scaling by it is exact."""
     largest = x.abs().amax(dims, keepdim=True)
     usable = torch.isfinite(largest) & (largest > 0)
-    exponent = torch.frexp(torch.where(usable, largest, torch.ones_like(largest))).exponent
+    exponent = torch.frexp(torch.where(usable, largest, 0.5)).exponent
     most = 1020 if x.dtype == torch.float64 else 120  # its reciprocal must be representable too
     return torch.ldexp(torch.ones_like(largest), exponent.clamp(-most, most))
 
@@ -59,13 +61,20 @@ def frobenius_upper(x: Tensor, dims: tuple[int, ...] = (-2, -1)) -> Tensor:
     """A proved upper bound of the Frobenius norm of the float64 tensor `x` over `dims`."""
     scale = power_of_two(x, dims)
     terms = math.prod(x.shape[dim] for dim in dims)
-    norm = (x / scale).square().sum(dims).sqrt()
+    norm = (x / scale).square_().sum(dims).sqrt()
     return _grow(norm * scale.squeeze(dims), terms)
 
 
 def _grow(radius: Tensor, terms: int = 1) -> Tensor:
     """Pays for the rounding of a radius that was summed from `terms` products."""
+    if radius.dtype != torch.float64:
+        raise InputError(f"a bound of rounding errors met {radius.dtype}; expected float64: lift it by Ball.exact")
     return radius * (1.0 + (terms + 16) * 2 * UNIT) + (3 * terms + 8) * FLOOR
+
+
+def _known(mid: Tensor, rad: Tensor) -> Tensor:
+    """The radius, or infinity where the midpoint has overflowed: there is no bound then."""
+    return torch.where(torch.isfinite(mid), rad, math.inf)
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,12 @@ class Ball:
     @classmethod
     def exact(cls, x: Tensor | Scalar, like: Tensor | None = None) -> Ball:
         """The given numbers, with radius zero: float32 and float64 values are float64 values."""
+        # The model allows that a subnormal result is flushed to zero, but not that a subnormal operand is.
+        if FLOOR * 0.5 == 0.0:
+            raise HoldfastError(
+                "this thread takes subnormal numbers for zero, and nothing can be proved so; call "
+                "torch.set_flush_denormal(False) after the imports (a library built with -ffast-math may have set it)"
+            )
         if isinstance(x, Tensor):
             mid = x.detach().to(torch.float64)
         else:
@@ -111,11 +126,14 @@ class Ball:
         return self.mid.device
 
     @property
-    def mT(self) -> Ball:  # noqa: N802 - the tensor's own name
+    def mT(self) -> Ball:
         return self._each(lambda t: t.mT)
 
     def __getitem__(self, index: Any) -> Ball:
         return self._each(lambda t: t[index])
+
+    def double(self) -> Ball:
+        return self._each(lambda t: t.double())
 
     def unsqueeze(self, dim: int) -> Ball:
         return self._each(lambda t: t.unsqueeze(dim))
@@ -128,6 +146,12 @@ class Ball:
 
     def flatten(self, start: int, end: int) -> Ball:
         return self._each(lambda t: t.flatten(start, end))
+
+    def diagonal(self, offset: int, dim1: int, dim2: int) -> Ball:
+        return self._each(lambda t: t.diagonal(offset, dim1, dim2))
+
+    def expand(self, *shape: int) -> Ball:
+        return self._each(lambda t: t.expand(*shape))
 
     def movedim(self, source: int, destination: int) -> Ball:
         return self._each(lambda t: t.movedim(source, destination))
@@ -165,7 +189,8 @@ class Ball:
         mid = self.mid / other.mid
         # |a'/b' - a/b| <= (|a' - a| + |a/b||b' - b|) / |b'|; a divisor that may vanish has no bound.
         least = other.mid.abs() - other.rad
-        spread = (self.rad + mid.abs() * (1 + 4 * UNIT) * other.rad) / least
+        # Quotients come first: a product could underflow where the divisor is tiny.
+        spread = self.rad / least + (mid.abs() * (1 + 4 * UNIT) + FLOOR) * (other.rad / least)
         rad = _grow(spread + UNIT * mid.abs())
         return Ball(mid, torch.where(least > 0, rad, torch.full_like(rad, math.inf)))
 
@@ -173,8 +198,10 @@ class Ball:
         other = self._lift(other)
         k = self.shape[-1]
         a, b = self.mid.abs(), other.mid.abs()
-        rad = a @ (other.rad + gamma(k) * b) + self.rad @ (b + other.rad)
-        return Ball(self.mid @ other.mid, _grow(rad, k))
+        # γ b may underflow where a is large; the floor pays for it.
+        rad = a @ (other.rad + (gamma(k) * b + FLOOR)) + self.rad @ (b + other.rad)
+        mid = self.mid @ other.mid
+        return Ball(mid, _known(mid, _grow(rad, k)))
 
     __radd__ = __add__
     __rmul__ = __mul__
@@ -183,10 +210,26 @@ class Ball:
         dims = (dim,) if isinstance(dim, int) else dim
         k = math.prod(self.shape[i] for i in dims)
         rad = (self.rad + gamma(k) * self.mid.abs()).sum(dims, keepdim=keepdim)
-        return Ball(self.mid.sum(dims, keepdim=keepdim), _grow(rad, k))
+        mid = self.mid.sum(dims, keepdim=keepdim)
+        return Ball(mid, _known(mid, _grow(rad, k)))
 
     def amax(self, dim: int | tuple[int, ...], keepdim: bool = False) -> Ball:
         return self._each(lambda t: t.amax(dim, keepdim=keepdim))
+
+    def abs(self) -> Ball:
+        return Ball(self.mid.abs(), self.rad)
+
+    def minimum(self, other: Ball) -> Ball:
+        """From the smaller of the lower ends to the smaller of the upper ends."""
+        low, high = torch.minimum(self.lower, other.lower), torch.minimum(self.upper, other.upper)
+        mid = low / 2 + high / 2
+        rad = up(torch.maximum(high - mid, mid - low))
+        known = torch.isfinite(low) & torch.isfinite(high)
+        least, most = torch.minimum(self.mid, other.mid), torch.maximum(self.rad, other.rad)
+        return Ball(torch.where(known, mid, least), torch.where(known, rad, most))
+
+    def clamp(self, *, max: float) -> Ball:
+        return Ball(self.mid.clamp(max=max), self.rad)
 
     def square(self) -> Ball:
         return self * self
@@ -197,25 +240,50 @@ class Ball:
         rad = bound * (torch.expm1(self.rad) * (1 + _EXP_ULPS) + _EXP_ULPS)
         return Ball(mid, _grow(rad))
 
+    def log(self) -> Ball:
+        """The logarithm of positive members; unbounded where a member may vanish."""
+        mid = self.mid.log()
+        least = self.mid - self.rad
+        rad = _grow(self.rad / least + _EXP_ULPS * mid.abs())
+        return Ball(mid, torch.where(least > 0, rad, torch.full_like(rad, math.inf)))
+
     def sqrt(self) -> Ball:
         """The square root of the non-negative members."""
         base = self.mid.clamp(min=0)
         rad = _grow(self.rad + (base - self.mid))
-        mid = base.sqrt()
+        mid = base.sqrt().abs()  # the root of -0 is -0, and a quotient by it -inf
         return Ball(mid, _grow(torch.minimum(rad.sqrt(), rad / mid) + UNIT * mid))
 
     def softmax(self, dim: int) -> Ball:
-        """Softmax over `dim`; entries with midpoint -inf are masked and exactly zero."""
-        masked = self.mid == -math.inf
+        """Softmax over `dim`; entries that are exactly -inf are masked and exactly zero."""
+        masked = self._masked
         largest = self.mid.amax(dim, keepdim=True)  # any common shift leaves the exact softmax unchanged
         e = (self.masked_fill(masked, 0.0) - Ball.exact(largest)).exp().masked_fill(masked, 0.0)
         return (e / e.sum(dim, keepdim=True)).masked_fill(masked, 0.0)
+
+    def log_softmax(self, dim: int) -> Ball:
+        """The logarithm of softmax, accurate where the probability underflows; masked entries stay -inf."""
+        masked = self._masked
+        largest = self.mid.amax(dim, keepdim=True)
+        shifted = self.masked_fill(masked, 0.0) - Ball.exact(largest)
+        total = shifted.exp().masked_fill(masked, 0.0).sum(dim, keepdim=True)
+        return (shifted - total.log()).masked_fill(masked, -math.inf)
+
+    @property
+    def _masked(self) -> Tensor:
+        """Entries that are exactly -inf; the radius of a score that overflowed is infinite."""
+        return (self.mid == -math.inf) & (self.rad == 0)
 
     def _lift(self, other: Ball | Tensor | Scalar) -> Ball:
         return other if isinstance(other, Ball) else Ball.exact(other, like=self.mid)
 
 
 Array = TypeVar("Array", Tensor, Ball)
+
+
+def as_ball(x: Tensor | Ball) -> Ball:
+    """A tensor of any float dtype as a ball of radius zero; balls as they are."""
+    return x if isinstance(x, Ball) else Ball(x, torch.zeros_like(x))
 
 
 def lift(x: Tensor, like: Array) -> Array:
