@@ -91,7 +91,7 @@ def test_tables_show_the_numbers(run: Run, saved: tuple[Path, Path]) -> None:
     done = run("bound", *saved, "--method", "naive", "--method", "best", "--inputs", "2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("naive") == 2
-    assert "lofast is smallest at 2 of 2 values" in done.stdout
+    assert "second-order is smallest at 2 of 2 values" in done.stdout
     heads = run("attack", *saved, "--objective", "delta-22", "--steps", "3", "--inputs", "1")
     assert "head 2" in heads.stdout
 

@@ -10,7 +10,7 @@ from holdfast.errors import InputError
 
 def check_radii(eps: float | Sequence[float]) -> list[float]:
     """Radii as floats; each must be finite and not negative."""
-    given = list(eps) if isinstance(eps, Sequence) else [eps]
+    given = list(eps) if isinstance(eps, Sequence) and not isinstance(eps, str) else [eps]
     if not given:
         raise InputError("eps is an empty sequence; expected at least one radius")
     for value in given:

@@ -75,11 +75,11 @@ class Attack(ABC):
 
 def _pull_inside(centre: Tensor, found: Tensor, eps: Tensor) -> Tensor:
     """Moves points towards the centre until their exact distance is at most eps."""
-    bound = eps.squeeze((-2, -1))
-    for shrink in (0.0, *(2.0**-k for k in range(50, -1, -2))):
-        outside = ~(distance(centre, found).upper <= bound)
-        if not bool(outside.any()):
+    for shrink in (0.0, *(2.0**-k for k in range(50, -1, -2)), 1.0):
+        length = distance(centre, found).upper[..., None, None]
+        # The computed distance of a point from itself is rounded up, above a radius of zero.
+        inside = (length <= eps) | (found == centre).all(-1, keepdim=True).all(-2, keepdim=True)
+        if bool(inside.all()):
             return found
-        outside = outside[..., None, None]
-        found = torch.where(outside, centre + (found - centre) * (1 - shrink), found)
+        found = torch.where(inside, found, centre + (found - centre) * ((eps / length).clamp(max=1) * (1 - shrink)))
     raise SoundnessError("an attack left the ball and could not be pulled back; please report the layer and the input")

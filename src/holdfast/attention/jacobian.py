@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, final
 
 import torch
@@ -19,6 +20,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from holdfast.attention.layer import AttentionLayer, join_heads, merge_heads, project, split_heads
+from holdfast.attention.rows import Rows
 from holdfast.linalg.operator import AssembledOperator, Enclosure, Gram, ProvableOperator
 from holdfast.linalg.rounding import UNIT, Array, Ball, as_ball, frobenius_upper, gamma
 
@@ -28,25 +30,40 @@ _BLOCK = 64  # queries whose masked keys are skipped together
 
 @dataclass(frozen=True)
 class Folded(Generic[Array]):
-    """The layer at x with its maps multiplied out; biases that cancel in every derivative are left out.
+    """The layer at x with its maps folded together; biases that cancel in every derivative are left out.
 
     Attributes:
         scores: (…,h,n,n) scores up to a constant along each row, -inf where masked.
         p: (…,h,n,n) probabilities.
         c: (h,d,d_out) C = W^V W^O.
-        v: (…,h,n,d_out) the tokens' values X C.
-        y: (…,h,n,d_out) P X C.
-        key: (…,h,n,d) row i is a_i = ∂s_ij/∂x_j = Aᵀx_i + scale · W^K b^Q.
-        query: (…,h,n,d) row j is A x_j, which is ∂s_ij/∂x_i up to a constant along the row.
+        value_rows: (…,h,n,d_out) the tokens' values X C, also as `v`.
+        key_rows: (…,h,n,d) row i is a_i = ∂s_ij/∂x_j = Aᵀx_i + scale · W^K b^Q, also as `key`.
+        query_rows: (…,h,n,d) row j is A x_j, which is ∂s_ij/∂x_i up to a constant along the row, also as `query`.
     """
 
     scores: Array
     p: Array
     c: Array
-    v: Array
-    y: Array
-    key: Array
-    query: Array
+    value_rows: Rows[Array]
+    key_rows: Rows[Array]
+    query_rows: Rows[Array]
+
+    @cached_property
+    def v(self) -> Array:
+        return self.value_rows.multiplied()
+
+    @cached_property
+    def key(self) -> Array:
+        return self.key_rows.multiplied()
+
+    @cached_property
+    def query(self) -> Array:
+        return self.query_rows.multiplied()
+
+    @cached_property
+    def y(self) -> Array:
+        """(…,h,n,d_out) P X C."""
+        return self.p @ self.v
 
 
 def fold(layer: AttentionLayer, x: Array) -> Folded[Array]:
@@ -56,9 +73,14 @@ def fold(layer: AttentionLayer, x: Array) -> Folded[Array]:
     # The key bias adds q_i · b_k to every score of row i, which softmax ignores.
     scores = layer.masked(q @ k.mT * layer.scale)
     p = scores.softmax(-1)
-    c = w.w_v @ w.w_o
-    v = x.unsqueeze(-3) @ c
-    return Folded(scores, p, c, v, p @ v, q @ w.w_k.mT * layer.scale, k @ w.w_q.mT * layer.scale)
+    return Folded(
+        scores,
+        p,
+        c=w.w_v @ w.w_o,
+        value_rows=Rows(project(x, w.w_v, None), w.w_o),
+        key_rows=Rows(q * layer.scale, w.w_k.mT),
+        query_rows=Rows(k * layer.scale, w.w_q.mT),
+    )
 
 
 @final

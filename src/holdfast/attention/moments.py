@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from holdfast.attention.rows import AnyRows, as_rows
 from holdfast.linalg.operator import Gram, MatrixOperator, ProvableOperator
 from holdfast.linalg.rounding import Ball, as_ball, frobenius_upper, gamma
 
@@ -23,7 +24,7 @@ class RowMoments(ProvableOperator):
     Its norm is the largest weighted standard deviation of V_lij · v over unit v, all heads l together.
 
     Args:
-        values: (b…, h, n, m) rows V_lj.
+        values: (b…, h, n, m) rows V_lj, factored or not.
         weights: (r…, b…, h, n, n) weights w_lij >= 0; the batch of the operator is (r…, b…, n).
         own: (b…, h, n, m) rows O_li, for what token i adds at itself.
         centred: whether the mean is taken off.
@@ -31,21 +32,21 @@ class RowMoments(ProvableOperator):
 
     def __init__(
         self,
-        values: Tensor | Ball,
+        values: AnyRows,
         weights: Tensor | Ball,
         *,
         own: Tensor | Ball | None = None,
         centred: bool = True,
     ) -> None:
-        self._V, self._w, self._centred = as_ball(values), as_ball(weights), centred
+        self._rows, self._w, self._centred = as_rows(values), as_ball(weights), centred
         self._own = None if own is None else as_ball(own)
         w = self._w.mid
         self._root, self._share = w.sqrt(), _shares(w)
-        h, n, m = values.shape[-3:]
+        h, n, m = self._rows.shape
         super().__init__(torch.Size((*w.shape[:-3], w.shape[-2])), torch.Size((m,)), torch.Size((h, n)), w)
 
     def mv(self, v: Float[Tensor, "*batch i m"]) -> Float[Tensor, "*batch i h n"]:
-        f = v.unsqueeze(-3) @ self._V.mid.mT
+        f = self._rows.dots(v)
         if self._own is not None:
             f = f + torch.diag_embed((self._own.mid * v.unsqueeze(-3)).sum(-1))
         if self._centred:
@@ -56,7 +57,7 @@ class RowMoments(ProvableOperator):
         t = self._root * u.movedim(-2, -3)
         if self._centred:
             t = t - self._share * t.sum(-1, keepdim=True)
-        out = (t @ self._V.mid).sum(-3)
+        out = self._rows.mix(t)
         if self._own is not None:
             out = out + (t.diagonal(0, -2, -1).unsqueeze(-1) * self._own.mid).sum(-3)
         return out
@@ -69,7 +70,7 @@ class RowMoments(ProvableOperator):
         """The rows as matrices: any centre gives an upper bound, so the rounded mean serves as an exact one."""
         index = torch.unravel_index(torch.arange(start, stop, device=self.device), self.batch)
         h, n = self.codomain
-        V = self._V.expand(*self.batch[:-1], h, n, *self.domain)[index[:-1]]
+        V = as_ball(self._rows.multiplied()).expand(*self.batch[:-1], h, n, *self.domain)[index[:-1]]
         w = self._w.movedim(-3, -2)[index]
         if self._own is not None:
             here = torch.nn.functional.one_hot(index[-1], n).to(w.mid)[:, None, :, None]
@@ -91,26 +92,25 @@ class ScoreMoments(ProvableOperator):
     With weights ρ_li² q_lij its norm bounds (Σ_i Σ_l ρ_li² Var(s'_li))^½, the weighted movement of all scores together.
 
     Args:
-        query: (b…, h, n, d) rows A_l x_j.
+        query: (b…, h, n, d) rows A_l x_j, factored or not.
         key: (b…, h, n, d) rows a_li.
         weights: (r…, b…, h, n, n) weights w_lij >= 0; the batch of the operator is (r…, b…).
     """
 
-    def __init__(self, query: Tensor | Ball, key: Tensor | Ball, weights: Tensor | Ball) -> None:
-        self._query, self._key, self._w = as_ball(query), as_ball(key), as_ball(weights)
+    def __init__(self, query: AnyRows, key: AnyRows, weights: Tensor | Ball) -> None:
+        self._query, self._key, self._w = as_rows(query), as_rows(key), as_ball(weights)
         w = self._w.mid
         self._root, self._share = w.sqrt(), _shares(w)
-        super().__init__(w.shape[:-3], query.shape[-2:], w.shape[-3:], w)
+        super().__init__(w.shape[:-3], torch.Size(self._query.shape[1:]), w.shape[-3:], w)
 
     def mv(self, v: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch h n n"]:
-        v = v.unsqueeze(-3)
-        t = v @ self._query.mid.mT + self._key.mid @ v.mT
+        t = self._query.dots(v) + self._key.dots(v).mT
         return self._root * (t - (self._share * t).sum(-1, keepdim=True))
 
     def rmv(self, u: Float[Tensor, "*batch h n n"]) -> Float[Tensor, "*batch n d"]:
         t = self._root * u
         t = t - self._share * t.sum(-1, keepdim=True)
-        return (t @ self._query.mid + t.mT @ self._key.mid).sum(-3)
+        return self._query.mix(t) + self._key.mix(t.mT)
 
     @property
     def doubles(self) -> int:
@@ -122,7 +122,8 @@ class ScoreMoments(ProvableOperator):
         batch = self.batch or torch.Size((1,))
         index = torch.unravel_index(torch.arange(start, stop, device=self.device), batch)
         h, n, _ = self.codomain
-        query, key = (t.expand(*batch, h, n, self.domain[1])[index] for t in (self._query, self._key))
+        rows = (as_ball(t.multiplied()) for t in (self._query, self._key))
+        query, key = (t.expand(*batch, h, n, self.domain[1])[index] for t in rows)
         return ScoreMoments(query, key, self._w.expand(*batch, h, n, n)[index])
 
     def gram(self) -> Gram:
@@ -133,11 +134,11 @@ class ScoreMoments(ProvableOperator):
         - Σ_l Σ_k w_lki w_lkj a_lk a_lkᵀ / S_lk. A row whose S is lost in rounding is not centred, which only adds.
         """
         n, d = self.domain
-        w, a = self._w, self._key
+        w, a, query = self._w, as_ball(self._key.multiplied()), as_ball(self._query.multiplied())
         total = w.sum(-1, keepdim=True)
         uncentred = (total.mid <= 1e3 * total.rad).to(torch.float64)
         share = w * (1.0 - uncentred) / (total + uncentred)
-        tilde = self._query.unsqueeze(-3) - (share @ self._query).unsqueeze(-2)  # (b, h, i, j, d)
+        tilde = query.unsqueeze(-3) - (share @ query).unsqueeze(-2)  # (b, h, i, j, d)
         weighted = w.unsqueeze(-1) * tilde
         keys = w.mT.unsqueeze(-1) * a.unsqueeze(-3)  # (b, h, j, i, d): w_lij a_li
         own = tilde.movedim(1, 2).flatten(2, 3).mT @ weighted.movedim(1, 2).flatten(2, 3)

@@ -42,7 +42,7 @@ class Plus(Bound):
         centred = f.v - a.number(f.v).mean(-2, keepdim=True)
         values = a.matrix_norm(centred.flatten(-3, -2))
         pairs = (~ball.masked).to(torch.float64).expand(f.p.shape)
-        scores = a.norm(ScoreMoments(f.query, f.key, pairs))
+        scores = a.norm(ScoreMoments(f.query_rows, f.key_rows, pairs))
         spread = values.unsqueeze(-1) + ball.stacked_C * eps
         moved = scores.unsqueeze(-1) * eps + ball.joint_A * (eps * eps)
         value = zeta.unsqueeze(-1) * eps + spread * moved * 0.5
@@ -69,7 +69,7 @@ class Covariance(Bound):
         ball = OverBall(a, layer, x, eps)
         zeta = a.norm(ValueOperator(layer, x))
         weights = ball.value_spread.square().unsqueeze(-1).unsqueeze(-3) * ball.q
-        scores = a.norm(ScoreMoments(ball.f.query, ball.f.key, a.lift(a.number(weights)))).movedim(0, -1)
+        scores = a.norm(ScoreMoments(ball.f.query_rows, ball.f.key_rows, a.lift(a.number(weights)))).movedim(0, -1)
         rows, columns = ball.joint_bilinear(weights.amax((-2, -1)))
         bilinear = rows.minimum(columns).movedim(0, -1)
         value = (zeta.unsqueeze(-1) + scores + bilinear * eps) * eps

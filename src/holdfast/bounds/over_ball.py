@@ -124,7 +124,7 @@ class OverBall(Generic[Array]):
         s'(Z) - s'(X) = G A_l (Z - X)ᵀ + (Z - X) A_l Gᵀ is bounded by the largest weight of each head.
         """
         weights = self.a.lift(self.a.number(weights))  # larger weights cover as well; from here on they are exact
-        at_x = self.a.norm(ScoreMoments(self.f.query, self.f.key, weights), rough=True)
+        at_x = self.a.norm(ScoreMoments(self.f.query_rows, self.f.key_rows, weights), rough=True)
         rows, columns = self.joint_bilinear(weights.amax((-2, -1)))
         return at_x + (rows + columns) * self.r(0)
 
@@ -134,13 +134,13 @@ class OverBall(Generic[Array]):
     def value_spread(self) -> Array:
         """(r, b…, n) Ω_i >= (Σ_l Var(C_lᵀz · u))^½ for unit u."""
         q = self.a.lift(self.q)
-        return self.a.norm(RowMoments(self.f.v, q), rough=True) + self._moved(q.amax(-1)) * self.stacked_C
+        return self.a.norm(RowMoments(self.f.value_rows, q), rough=True) + self._moved(q.amax(-1)) * self.stacked_C
 
     @cached_property
     def query_spread(self) -> Array:
         """(r, b…, n) η_i >= (Σ_l Var(A_l z_j · w))^½ for unit w."""
         q = self.a.lift(self.q)
-        return self.a.norm(RowMoments(self.f.query, q), rough=True) + self._moved(q.amax(-1)) * self.rows_A
+        return self.a.norm(RowMoments(self.f.query_rows, q), rough=True) + self._moved(q.amax(-1)) * self.rows_A
 
     @cached_property
     def damping(self) -> Array:
@@ -156,7 +156,7 @@ class OverBall(Generic[Array]):
         """
         a, key, lam = self.a, self.f.key, self.softmax_norm
         q = a.lift(self.q)
-        own = a.norm(RowMoments(self.f.query, q, own=key), rough=True) + self._moved(q.amax(-1)) * (
+        own = a.norm(RowMoments(self.f.query_rows, q, own=key), rough=True) + self._moved(q.amax(-1)) * (
             self.rows_A + self.joint_A
         )
         weighted = root(lam).movedim(-2, -1).unsqueeze(-1) * key.movedim(-3, -2)

@@ -18,8 +18,9 @@ def estimate(
 ) -> NormResult:
     """The largest singular value of every map in the batch, by Golub-Kahan-Lanczos bidiagonalisation.
 
-    Both bases are kept and fully reorthogonalised, so the value after k steps is the largest singular value of the
-    map between two Krylov spaces. A step costs one `mv` and one `rmv`.
+    The value after k steps is the largest singular value of the map between two Krylov spaces. A step costs one `mv`
+    and one `rmv`. Both bases are kept and fully reorthogonalised; the left one only where it is not much larger than
+    the right one, since one side is enough (Simon and Zha 2000).
 
     The iteration stops by its own residual r = ‖Jᵀu - σv‖ = β_k |p_k| (Golub and Kahan 1965): a singular value lies
     within min(r, r²/gap) of σ, where the gap to the rest of the spectrum is read off the Ritz values
@@ -43,16 +44,25 @@ def estimate(
         top = krylov.top()
         if krylov.steps == limit or bool((top.error <= tolerance * top.value).all()):
             break
-        look = krylov.steps + max(1, krylov.steps // 16)  # the small SVD is cheap beside a step, not free
+        # The small eigenproblems are cheap beside a step for a few members, not for many thousands.
+        look = krylov.steps + max(1, krylov.steps // (16 if operator.batch.numel() < 1000 else 2))
     batch, dtype = operator.batch, operator.dtype
+    right = _combine(krylov.right, top.right).reshape((*batch, *operator.domain))
+    if krylov.left.is_kept:
+        left = _combine(krylov.left, top.left).reshape((*batch, *operator.codomain))
+    else:
+        left = operator.mv(right)
+        left = left / _length(left.reshape(batch.numel(), -1)).clamp(min=1e-300).to(dtype).reshape(
+            (*batch, *(1 for _ in operator.codomain))
+        )
     return NormResult(
         value=top.value.reshape(batch).to(dtype),
         side="estimate",
         guarantee="numerical",
         residual=top.residual.reshape(batch).to(dtype),
         iterations=krylov.steps,
-        left=_combine(krylov.left, top.left).reshape((*batch, *operator.codomain)),
-        right=_combine(krylov.right, top.right).reshape((*batch, *operator.domain)),
+        left=left,
+        right=right,
         seconds=time.perf_counter() - began,
     )
 
@@ -80,8 +90,9 @@ class _Krylov:
         generator = torch.Generator().manual_seed(seed)
         start = torch.randn(operator.domain.numel(), generator=generator, dtype=torch.float64)
         start = (start / start.norm()).to(operator.device, operator.dtype)
-        self.left = _Basis(members, operator.codomain.numel(), limit, start)
-        self.right = _Basis(members, operator.domain.numel(), limit + 1, start)
+        rows, columns = operator.codomain.numel(), operator.domain.numel()
+        self.left = _Basis(members, rows, limit, start, is_kept=rows <= 2 * columns)
+        self.right = _Basis(members, columns, limit + 1, start)
         self.right.append(start.expand(members, -1))
         self._alphas: list[Tensor] = []
         self._betas: list[Tensor] = []
@@ -101,21 +112,27 @@ class _Krylov:
         B = torch.diag_embed(torch.stack(self._alphas, -1))
         if self.steps > 1:
             B = B + torch.diag_embed(torch.stack(self._betas[:-1], -1), offset=1)
-        P, S, Qt = torch.linalg.svd(B)
-        value, left, right = S[..., 0], P[..., :, 0], Qt[..., 0, :]
+        scale = power_of_two(B, (-2, -1))
+        B = B / scale
+        squares, P = torch.linalg.eigh(B @ B.mT)
+        S, left = squares.clamp(min=0).sqrt() * scale.squeeze(-1), P[..., -1]
+        value = S[..., -1]
+        right = (left.unsqueeze(-2) @ B).squeeze(-2)
+        right = right / _length(right).clamp(min=1e-300).unsqueeze(-1)
         residual = self._betas[-1] * left[..., -1].abs()
-        gap = value - S[..., 1] if self.steps > 1 else torch.zeros_like(value)
+        gap = value - S[..., -2] if self.steps > 1 else torch.zeros_like(value)
         refined = torch.where(gap > residual, residual * (residual / gap), residual)
         return _Top(value, residual, torch.minimum(residual, refined), left, right)
 
 
 class _Basis:
-    """Orthonormal vectors (members, size), added one at a time; room grows by doubling."""
+    """Orthonormal vectors (members, size), added one at a time; room grows by doubling, or only the last is kept."""
 
-    def __init__(self, members: int, length: int, limit: int, like: Tensor) -> None:
+    def __init__(self, members: int, length: int, limit: int, like: Tensor, *, is_kept: bool = True) -> None:
         self.size = 0
+        self.is_kept = is_kept
         self._limit = limit
-        self._rows = like.new_empty(members, min(limit, 16), length)
+        self._rows = like.new_empty(members, min(limit, 16) if is_kept else 1, length)
 
     @property
     def rows(self) -> Tensor:
@@ -123,7 +140,7 @@ class _Basis:
 
     @property
     def last(self) -> Tensor:
-        return self._rows[:, self.size - 1]
+        return self._rows[:, self.size - 1 if self.is_kept else 0]
 
     def append(self, vector: Tensor) -> Tensor:
         """Orthogonalises, normalises and appends; returns the length that was left."""
@@ -137,10 +154,10 @@ class _Basis:
         # What remains after cancellation below rounding is noise: the space is exhausted.
         length = torch.where(length > 8 * torch.finfo(vector.dtype).eps * inside, length, torch.zeros_like(length))
         unit = vector / torch.where(length > 0, length, torch.inf).to(vector.dtype).unsqueeze(-1)
-        if self.size == self._rows.shape[1]:
+        if self.is_kept and self.size == self._rows.shape[1]:
             room = min(2 * self.size, self._limit) - self.size
             self._rows = torch.cat([self._rows, self._rows.new_empty(len(vector), room, vector.shape[-1])], dim=1)
-        self._rows[:, self.size] = unit
+        self._rows[:, self.size if self.is_kept else 0] = unit
         self.size += 1
         return length
 

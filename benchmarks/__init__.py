@@ -1,0 +1,1 @@
+"""What the library costs beside what one would otherwise write: `python -m benchmarks`."""

@@ -1,0 +1,28 @@
+"""The conformance kit: a new operator, bound or attack inherits the tests that every one of its kind must pass.
+
+    from holdfast.testing import BoundConformance
+
+    class TestMyBound(BoundConformance):
+        def name(self) -> str:
+            return "my-bound"
+
+Each class writes at most two methods. The tests run under pytest, once for every layer of `cases`.
+"""
+
+from holdfast.testing.attacks import AttackConformance
+from holdfast.testing.bounds import BoundConformance
+from holdfast.testing.layers import Case, cases, changed, gaussian_case, make_case, random_case
+from holdfast.testing.operators import OperatorConformance, ProvableConformance
+
+__all__ = [
+    "AttackConformance",
+    "BoundConformance",
+    "Case",
+    "OperatorConformance",
+    "ProvableConformance",
+    "cases",
+    "changed",
+    "gaussian_case",
+    "make_case",
+    "random_case",
+]

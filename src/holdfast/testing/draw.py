@@ -1,0 +1,136 @@
+"""Layers drawn at random from everything a layer can be: the ordinary, the degenerate and the extreme."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from holdfast.testing.layers import Case, changed, make_case
+
+T = TypeVar("T")
+
+_MAPS = ("w_q", "w_k", "w_v", "w_o")
+
+
+class _Dice:
+    """Seeded choices."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def pick(self, *choices: T) -> T:
+        return choices[int(torch.randint(len(choices), (), generator=self._generator))]
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._generator, dtype=torch.float64)
+
+
+def draw(seed: int) -> Case:
+    """A layer with two inputs; the same for the same seed. Every third one is rounded to float32."""
+    dice = _Dice(seed)
+    d, g = dice.pick(1, 2, 3, 5, 7), dice.pick(1, 1, 2)
+    residual = dice.pick(0.0, 0.0, 1.0, 1.0, -0.5)
+    sharpness = dice.pick(0.0, 1e-3, 0.1, 0.3, 1.0, 1.0, 1.0, 3.0, 10.0, 100.0, 1e4)
+    size = dice.pick(1e-8, 1e-3, 0.1, 0.3, 1.0, 1.0, 1.0, 3.0, 30.0, 1e4)
+    case = make_case(
+        f"sharpness {sharpness:g}, size {size:g}",
+        seed,
+        n=dice.pick(1, 2, 2, 3, 4, 5, 8),
+        d=d,
+        k=dice.pick(1, 2, 3),
+        h=g * dice.pick(1, 2, 3),
+        g=g,
+        d_out=d if residual else dice.pick(d, d, 1, 4),
+        biases=dice.pick(False, True),
+        mask=dice.pick(None, None, None, "shared", "each"),
+        causal=dice.pick(False, False, False, True),
+        scale=dice.pick(None, None, None, -0.7),
+        residual=residual,
+        sharpness=sharpness,
+        size=size,
+    )
+    change = dice.pick(*_CHANGES, *(_as_it_is,) * len(_CHANGES))
+    case = change(case, dice)
+    name = f"{change.__name__.strip('_').replace('_', ' ')}, {case.name}"
+    case = Case(name, case.layer, case.x)
+    return dice.pick(case, case, case.float())
+
+
+def _as_it_is(case: Case, dice: _Dice) -> Case:
+    return case
+
+
+def _sink(case: Case, dice: _Dice) -> Case:
+    """Every query attends mostly to the first token: its bias points along that token's key."""
+    layer, x = case.layer, case.x
+    keys = (x[0, 0] @ layer.w_k).repeat_interleave(layer.h // layer.g, 0)
+    return Case(case.name, changed(layer, b_q=4 * keys), torch.cat([x[:1, :1].expand(len(x), 1, -1), x[:, 1:]], 1))
+
+
+def _equal_tokens(case: Case, dice: _Dice) -> Case:
+    return Case(case.name, case.layer, case.x[:, :1].expand_as(case.x).contiguous())
+
+
+def _two_equal_tokens(case: Case, dice: _Dice) -> Case:
+    return Case(case.name, case.layer, torch.cat([case.x[:, -1:], case.x[:, 1:]], 1))
+
+
+def _far_from_zero(case: Case, dice: _Dice) -> Case:
+    """The tokens differ little beside what they share."""
+    return Case(case.name, case.layer, case.x + 100 * case.x.abs().max() * dice.normal(case.x.shape[-1]))
+
+
+def _one_large_token(case: Case, dice: _Dice) -> Case:
+    return Case(case.name, case.layer, torch.cat([100 * case.x[:, :1], case.x[:, 1:]], 1))
+
+
+def _zero_weights(case: Case, dice: _Dice) -> Case:
+    names = dice.pick(_MAPS, *((name,) for name in _MAPS))
+    zeros = {name: torch.zeros_like(getattr(case.layer, name)) for name in names}
+    return Case(case.name, changed(case.layer, **zeros), case.x)
+
+
+def _rank_one_weights(case: Case, dice: _Dice) -> Case:
+    maps = {name: getattr(case.layer, name) for name in _MAPS}
+    return Case(case.name, changed(case.layer, **{n: w[..., :1] @ w[..., :1, :] for n, w in maps.items()}), case.x)
+
+
+def _unequal_heads(case: Case, dice: _Dice) -> Case:
+    """Heads of very different sharpness and weight."""
+    layer = case.layer
+    sharper, heavier = (torch.exp(2 * dice.normal(layer.h, 1, 1)) for _ in range(2))
+    return Case(case.name, changed(layer, w_q=layer.w_q * sharper, w_o=layer.w_o * heavier), case.x)
+
+
+def _scores_from_biases(case: Case, dice: _Dice) -> Case:
+    """The scores are linear in the tokens, and the heads disagree: some are flat, some peaked."""
+    layer = case.layer
+    b_q = dice.normal(layer.h, layer.k) * torch.exp(3 * dice.normal(layer.h, 1))
+    heavier = torch.exp(2 * dice.normal(layer.h, 1, 1))
+    return Case(case.name, changed(layer, w_q=0 * layer.w_q, b_q=b_q, w_o=layer.w_o * heavier), case.x)
+
+
+def _tiny_values(case: Case, dice: _Dice) -> Case:
+    return Case(case.name, changed(case.layer, w_v=case.layer.w_v * 1e-9), case.x)
+
+
+def _huge_values(case: Case, dice: _Dice) -> Case:
+    return Case(case.name, changed(case.layer, w_o=case.layer.w_o * 1e9), case.x)
+
+
+_CHANGES: tuple[Callable[[Case, _Dice], Case], ...] = (
+    _sink,
+    _equal_tokens,
+    _two_equal_tokens,
+    _far_from_zero,
+    _one_large_token,
+    _zero_weights,
+    _rank_one_weights,
+    _unequal_heads,
+    _scores_from_biases,
+    _tiny_values,
+    _huge_values,
+)

@@ -1,0 +1,211 @@
+"""What the bounds are made of, each with its definition at one point: the constants of a ball must not be below it.
+
+The definitions are written from queries, keys and values, for tensors (to climb) and for balls (to judge).
+Z is a point of the ball of radius r around X, G a direction with ‖G‖_F <= 1. Shapes begin with (m, r, b…): m points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, final
+
+import torch
+from torch import Tensor
+
+from holdfast.attention import AttentionLayer
+from holdfast.attention.layer import Weights, project
+from holdfast.bounds.over_ball import OverBall, root
+from holdfast.bounds.second_order import Curvature, _direct_gain, curvature, integrate
+from holdfast.linalg import Array, Ball
+from holdfast.linalg.rounding import frobenius, lift
+
+
+@final
+class Situation(Generic[Array]):
+    """A layer at X, a point Z of the ball, a direction G, a share t of the way between the scores.
+
+    Args:
+        layer: float64.
+        x: (b…, n, d).
+        z: (…, b…, n, d).
+        g: (…, b…, n, d).
+        t: in [0, 1].
+    """
+
+    def __init__(self, layer: AttentionLayer, x: Array, z: Array, g: Array, t: float) -> None:
+        self.layer = layer
+        self.x: Array = x
+        self.z: Array = z
+        self.g: Array = g
+        self.w: Weights[Array] = layer.weights(z)
+        self.c: Array = self.w.w_v @ self.w.w_o
+        self.query: Array = self._queries(z)
+        self.key: Array = self._keys(z)
+        self.v: Array = z.unsqueeze(-3) @ self.c
+        scores, before = self.query @ self.key.mT * layer.scale, self._queries(x) @ self._keys(x).mT * layer.scale
+        self.p: Array = layer.probabilities(scores)
+        self.p_between: Array = layer.probabilities(before + (scores - before) * t)
+
+    def _queries(self, z: Array) -> Array:
+        return project(z, self.w.w_q, self.w.b_q)
+
+    def _keys(self, z: Array) -> Array:
+        return project(z, self.w.w_k, self.w.b_k)
+
+    # -- moments over the keys
+
+    def centred(self, f: Array) -> Array:
+        """The deviation of f (…, h, n, n) from its mean."""
+        return f - (self.p * f).sum(-1, keepdim=True)
+
+    @staticmethod
+    def deviation(f: Array, p: Array) -> Array:
+        """(…, n) (Σ_l Var_p(f_li))^½."""
+        off = f - (p * f).sum(-1, keepdim=True)
+        return root((p * off.square()).sum(-1).sum(-2))
+
+    def spread(self, rows: Array, probabilities: Array) -> Array:
+        """(…, n) the largest deviation of rows (…, h, n, m) along a unit vector: any vector gives a lower value."""
+        p, r = _middle(probabilities), _middle(rows)
+        off = (r.unsqueeze(-3) - (p @ r).unsqueeze(-2)).movedim(-4, -3).flatten(-3, -2)  # (…, n, h n, m)
+        weight = p.movedim(-3, -2).flatten(-2, -1).unsqueeze(-1)
+        u = torch.linalg.eigh(off.mT @ (weight * off)).eigenvectors[..., -1].unsqueeze(-3)
+        unit = lift(u, rows)
+        return self.deviation(unit @ rows.mT, probabilities) / root(unit.square().sum(-1)).squeeze(-2)
+
+    def reach(self, f: Array) -> Array:
+        """(…, n) the largest |f| over allowed keys and heads, for f (…, h, n, n)."""
+        allowed = self.layer.allowed(f.shape[-1])
+        size = f if allowed is None else f.masked_fill(~allowed.unsqueeze(-3), 0.0)
+        return size.amax((-3, -1))
+
+    # -- derivatives at Z
+
+    def slope(self, g: Array) -> Array:
+        """(…, h, n, n) s' along g."""
+        dq, dk = project(g, self.w.w_q, None), project(g, self.w.w_k, None)
+        return (dq @ self.key.mT + self.query @ dk.mT) * self.layer.scale
+
+    def first(self, g: Array) -> Array:
+        """(…, n, d_out) DF(Z)[g]."""
+        moved = self.p @ (g.unsqueeze(-3) @ self.c) + self._covariance(self.slope(g), self.v)
+        return moved.sum(-3) + g * self.layer.residual if self.layer.residual else moved.sum(-3)
+
+    def second(self, g: Array, other: Array) -> Array:
+        """(…, n, d_out) D²F(Z)[g, other] = Cov(s', v°) + Cov(s°, v') + Cov(s'°, v) + E[(s' - E)(s° - E)(v - E)]."""
+        s, s_other = self.slope(g), self.slope(other)
+        dq, dk = project(g, self.w.w_q, None), project(g, self.w.w_k, None)
+        dq_other, dk_other = project(other, self.w.w_q, None), project(other, self.w.w_k, None)
+        bent = (dq @ dk_other.mT + dq_other @ dk.mT) * self.layer.scale
+        rows = self._covariance(s, other.unsqueeze(-3) @ self.c) + self._covariance(s_other, g.unsqueeze(-3) @ self.c)
+        weight = self.p * self.centred(s) * self.centred(s_other)
+        third = weight @ self.v - weight.sum(-1, keepdim=True) * (self.p @ self.v)
+        return (rows + self._covariance(bent, self.v) + third).sum(-3)
+
+    def _covariance(self, s: Array, values: Array) -> Array:
+        return (self.p * self.centred(s)) @ values
+
+    @cached_property
+    def common(self) -> Array:
+        """The part of G in which all tokens move alike."""
+        return (self.g.sum(-2, keepdim=True) / self.g.shape[-2]).expand(*self.g.shape)
+
+
+def _middle(x: Tensor | Ball) -> Tensor:
+    return x.mid if isinstance(x, Ball) else x.detach()
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The constants of balls around x, in proved arithmetic, and what they are computed from."""
+
+    ball: OverBall[Ball]
+    layer: AttentionLayer
+    x: Tensor
+    radii: Tensor
+
+    @cached_property
+    def curvature(self) -> Curvature[Ball]:
+        return curvature(self.ball)
+
+    def remainder(self, beta: Ball) -> Ball:
+        """(r, b…) ∫_0^r (r - s) β(s) ds, from the values of β at the radii."""
+        return integrate(self.ball.a, beta, self.radii, self.radii).movedim(-1, 0)
+
+
+@dataclass(frozen=True)
+class Ingredient:
+    """A constant of a ball and what it bounds.
+
+    Attributes:
+        name: what it is called in the code.
+        bound: (r, b…, …) its value.
+        truth: (m, r, b…, …) the same quantity at one point, by definition.
+    """
+
+    name: str
+    bound: Callable[[Constants], Any]
+    truth: Callable[[Situation[Any]], Any]
+
+
+def _softmax_norm(s: Situation[Array]) -> Array:
+    """vᵀ(diag p - ppᵀ)v / vᵀv for the top eigenvector v."""
+    p = _middle(s.p)
+    v = torch.linalg.eigh(torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)).eigenvectors[..., -1]
+    f = lift(v, s.p)
+    return (s.p * s.centred(f).square()).sum(-1) / f.square().sum(-1)
+
+
+def _reach_of_values(s: Situation[Array]) -> Array:
+    mean = s.p @ s.v
+    off = s.v.unsqueeze(-3) - mean.unsqueeze(-2)
+    return s.reach(root(off.square().sum(-1)))
+
+
+def _score_movement(s: Situation[Array]) -> Array:
+    """(Σ_li Var(s'_li))^½."""
+    return root(s.deviation(s.slope(s.g), s.p).square().sum(-1))
+
+
+def _bilinear(s: Situation[Array]) -> Array:
+    """(Σ_l ‖G A_l Gᵀ‖_F²)^½."""
+    dq, dk = project(s.g, s.w.w_q, None), project(s.g, s.w.w_k, None)
+    return frobenius(dq @ dk.mT * s.layer.scale, (-3, -2, -1))
+
+
+def _alike(s: Situation[Array], g: Array) -> Array:
+    """‖D²F(Z)[c, g]‖ for c the common part of G, made a unit vector."""
+    return frobenius(s.second(s.common, g)) / frobenius(s.common)
+
+
+def _remainder(s: Situation[Array]) -> Array:
+    """‖F(Z) - F(X) - DF(X)[Z - X]‖_F."""
+    x, z = s.x, s.z
+    moved = s.layer.output(z, s.layer.run(z)) - s.layer.output(x, s.layer.run(x))
+    return frobenius(moved - Situation(s.layer, x, x, s.g, 0.0).first(z - x))
+
+
+INGREDIENTS: tuple[Ingredient, ...] = (
+    Ingredient("q", lambda c: c.ball.q, lambda s: s.p),
+    Ingredient("q between the scores", lambda c: c.ball.q, lambda s: s.p_between),
+    Ingredient("softmax_norm", lambda c: c.ball.softmax_norm, _softmax_norm),
+    Ingredient("value_spread", lambda c: c.ball.value_spread, lambda s: s.spread(s.v, s.p)),
+    Ingredient("value_spread between the scores", lambda c: c.ball.value_spread, lambda s: s.spread(s.v, s.p_between)),
+    Ingredient(
+        "query_spread",
+        lambda c: c.ball.query_spread,
+        lambda s: s.spread(s.key @ s.w.w_q.mT * s.layer.scale, s.p),
+    ),
+    Ingredient("score_spread", lambda c: c.ball.score_spread, lambda s: s.deviation(s.slope(s.g), s.p)),
+    Ingredient("value_reach", lambda c: c.ball.value_reach, _reach_of_values),
+    Ingredient("score_reach", lambda c: c.ball.score_reach, lambda s: s.reach(s.centred(s.slope(s.g)).abs())),
+    Ingredient("score_movement", lambda c: c.ball.score_movement(Ball.exact(c.ball.q)), _score_movement),
+    Ingredient("joint_A", lambda c: c.ball.joint_A, _bilinear),
+    Ingredient("direct_gain", lambda c: _direct_gain(c.ball, c.layer, c.x), lambda s: frobenius(s.first(s.g))),
+    Ingredient("curvature, every", lambda c: c.curvature.every, lambda s: frobenius(s.second(s.g, s.g))),
+    Ingredient("curvature, common", lambda c: c.curvature.common, lambda s: _alike(s, s.common) / frobenius(s.common)),
+    Ingredient("curvature, mixed", lambda c: c.curvature.mixed, lambda s: _alike(s, s.g)),
+    Ingredient("remainder", lambda c: c.remainder(c.curvature.every), _remainder),
+)

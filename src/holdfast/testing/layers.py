@@ -1,0 +1,245 @@
+"""Small layers of every kind, with inputs: seeded, in float64, and small enough for dense Jacobians."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from holdfast.attention import AttentionLayer
+
+if TYPE_CHECKING:
+    import pytest
+
+_ARGUMENTS = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o", "scale", "residual", "mask", "causal")
+_BATCH = 2
+_TYPICAL = ("wide output", "peaked attention", "more tokens than width", "fewer tokens, masked", "everything")
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A layer and inputs for it.
+
+    Attributes:
+        name: what is particular about them.
+        layer: float64.
+        x: (b, n, d) float64, or (n, d) for one member.
+    """
+
+    name: str
+    layer: AttentionLayer
+    x: Tensor
+
+    @property
+    def size(self) -> float:
+        """What the entries of the layer's linear maps are made of: rounding errors are small beside it."""
+        largest = {name: float(getattr(self.layer, name).abs().max()) for name in ("w_q", "w_k", "w_v", "w_o")}
+        scores = 1 + largest["w_q"] * largest["w_k"]
+        return (1 + float(self.x.abs().max())) * scores * (1 + largest["w_v"] * largest["w_o"])
+
+    def member(self, index: int) -> Case:
+        """One input of the batch, without batch dimension."""
+        mask = self.layer.mask
+        own = mask if mask is None or mask.ndim == 2 else mask[index]
+        return Case(f"{self.name}[{index}]", self.layer.with_mask(own), self.x[index])
+
+    def permuted(self, order: Sequence[int]) -> Case:
+        """The same tokens in another order; what each may attend to moves with them."""
+        index = torch.tensor(list(order))
+        allowed = self.layer.allowed(self.x.shape[-2])
+        mask = None if allowed is None else allowed[..., index, :][..., index]
+        return Case(f"{self.name}, permuted", changed(self.layer, mask=mask, causal=False), self.x[..., index, :])
+
+    def float(self) -> Case:
+        """The layer and the inputs rounded to float32."""
+        return Case(f"{self.name}, float32", self.layer.to(torch.float32), self.x.float())
+
+
+def changed(layer: AttentionLayer, **arguments: Any) -> AttentionLayer:
+    """The layer with some of its arguments replaced."""
+    return AttentionLayer(**({name: getattr(layer, name) for name in _ARGUMENTS} | arguments))
+
+
+def parametrize(metafunc: pytest.Metafunc, chosen: Sequence[Case]) -> None:
+    """Runs a test with the argument `case` once for every chosen case, one with `typical` for a few of them."""
+    few = [case for case in chosen if case.name in _TYPICAL] or chosen[:1]
+    for argument, table in (("case", chosen), ("typical", few)):
+        if argument in metafunc.fixturenames:
+            metafunc.parametrize(argument, table, ids=[case.name for case in table])
+
+
+def make_case(
+    name: str,
+    seed: int = 0,
+    *,
+    n: int = 4,
+    d: int = 4,
+    k: int = 2,
+    h: int = 2,
+    g: int | None = None,
+    d_out: int | None = None,
+    biases: bool = False,
+    mask: Literal["shared", "each"] | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    residual: float = 0.0,
+    sharpness: float = 1.0,
+    size: float = 1.0,
+) -> Case:
+    """A random layer with two inputs.
+
+    Args:
+        name: what is particular about it.
+        seed: of the weights, biases, inputs and masks.
+        n: tokens.
+        d: width.
+        k: width of a head.
+        h: heads.
+        g: key-value heads; default h.
+        d_out: width of the output; default d.
+        biases: all four, or none.
+        mask: a random one for both inputs, or one for each; every token may attend to itself.
+        causal: of the layer.
+        scale: of the layer.
+        residual: of the layer.
+        sharpness: factor of the query maps.
+        size: factor of the inputs.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    g, d_out = g or h, d_out or d
+    weights = {"w_q": normal(h, d, k) * sharpness, "w_k": normal(g, d, k), "w_v": normal(g, d, k)}
+    weights["w_o"] = normal(h, k, d_out) / (h * k) ** 0.5
+    if biases:
+        weights |= {"b_q": normal(h, k), "b_k": normal(g, k), "b_v": normal(g, k), "b_o": normal(d_out)}
+    x = normal(_BATCH, n, d) * size
+    allowed = None
+    if mask is not None:
+        shape = (n, n) if mask == "shared" else (_BATCH, n, n)
+        allowed = (torch.rand(shape, generator=generator) < 0.5) | torch.eye(n, dtype=torch.bool)
+    return Case(name, AttentionLayer(**weights, scale=scale, residual=residual, mask=allowed, causal=causal), x)
+
+
+def gaussian_case(
+    seed: int, *, n: int, d: int, h: int, norm: float, row: float, residual: float = 1.0, batch: int = 1
+) -> Case:
+    """Gaussian d x d maps scaled to a spectral norm, divided among the heads, and tokens of one length.
+
+    Args:
+        seed: of everything random.
+        n: tokens.
+        d: width, a multiple of h.
+        h: heads.
+        norm: spectral norm of each full map.
+        row: Euclidean length of each token.
+        residual: of the layer.
+        batch: inputs.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    full = torch.randn(4, d, d, generator=generator, dtype=torch.float64)
+    full = full * (norm / torch.linalg.matrix_norm(full, ord=2)[:, None, None])
+    w_q, w_k, w_v = (w.reshape(d, h, d // h).movedim(1, 0) for w in full[:3])
+    x = torch.randn(batch, n, d, generator=generator, dtype=torch.float64)
+    x = x * (row / torch.linalg.vector_norm(x, dim=-1, keepdim=True))
+    layer = AttentionLayer(w_q, w_k, w_v, full[3].reshape(h, d // h, d), residual=residual)
+    return Case(f"norm {norm:g}, rows {row:.3g}, seed {seed}", layer, x)
+
+
+@cache
+def cases(seed: int = 0) -> tuple[Case, ...]:
+    """Layers of every kind: heads, biases, masks, shapes, patterns of attention, degenerate weights and inputs."""
+    return (
+        make_case("plain", seed),
+        make_case("one head", seed, h=1),
+        make_case("grouped heads", seed, h=4, g=2),
+        make_case("one key-value head", seed, h=3, g=1),
+        make_case("biases", seed, biases=True),
+        make_case("shared mask", seed, mask="shared"),
+        make_case("mask for each input", seed, mask="each", biases=True),
+        make_case("causal", seed, causal=True),
+        make_case("causal and masked", seed, causal=True, mask="each"),
+        make_case("residual", seed, residual=1.0),
+        make_case("negative residual", seed, residual=-0.5),
+        make_case("wide output", seed, d_out=7),
+        make_case("narrow output", seed, d_out=2),
+        make_case("negative scale", seed, scale=-0.7),
+        make_case("flat attention", seed, sharpness=1e-3),
+        make_case("peaked attention", seed, sharpness=8.0),
+        make_case("one-hot attention", seed, sharpness=300.0),
+        _sink(make_case("sink token", seed, n=6)),
+        _duplicates(make_case("duplicate tokens", seed)),
+        make_case("one token", seed, n=1, residual=1.0),
+        make_case("two tokens", seed, n=2),
+        make_case("more tokens than width", seed, n=8, d=3, k=2),
+        make_case("fewer tokens than width", seed, n=3, d=7, k=4),
+        make_case("fewer tokens, masked", seed, n=3, d=6, biases=True, mask="each"),
+        _zero(make_case("zero weights", seed, residual=1.0), "w_q", "w_k", "w_v", "w_o"),
+        _zero(make_case("zero values", seed), "w_v"),
+        _rank_one(make_case("rank-one weights", seed)),
+        make_case("tiny input", seed, size=1e-8),
+        make_case("large input", seed, size=20.0),
+        make_case("everything", seed, h=4, g=2, biases=True, mask="each", causal=True, residual=1.0),
+    )
+
+
+def random_case(seed: int) -> Case:
+    """A layer with every option drawn at random."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(*choices: Any) -> Any:
+        return choices[int(torch.randint(len(choices), (), generator=generator))]
+
+    g = pick(1, 2)
+    d = pick(2, 3, 5)
+    residual = pick(0.0, 1.0, -0.5)
+    return make_case(
+        f"random {seed}",
+        seed,
+        n=pick(1, 2, 3, 4, 6),
+        d=d,
+        k=pick(1, 2, 3),
+        h=g * pick(1, 2),
+        g=g,
+        d_out=d if residual else pick(d, 1, 4),
+        biases=pick(False, True),
+        mask=pick(None, None, "shared", "each"),
+        causal=pick(False, False, True),
+        residual=residual,
+        sharpness=pick(0.1, 1.0, 3.0, 10.0, 100.0),
+        size=pick(1e-3, 0.3, 1.0, 1.0, 3.0, 30.0),
+    )
+
+
+def _sink(case: Case) -> Case:
+    """Every query attends mostly to one token: its bias points along that token's key."""
+    w_k, x = case.layer.w_k, case.x[0, 0]
+    return Case(
+        case.name, changed(case.layer, b_q=4 * (x @ w_k)), torch.cat([x.expand(_BATCH, 1, -1), case.x[:, 1:]], 1)
+    )
+
+
+def _duplicates(case: Case) -> Case:
+    """All tokens of the first input are equal, and two of the second."""
+    x = case.x.clone()
+    x[0] = x[0, 0]
+    x[1, 1] = x[1, 0]
+    return Case(case.name, case.layer, x)
+
+
+def _zero(case: Case, *names: str) -> Case:
+    zeros = {name: torch.zeros_like(getattr(case.layer, name)) for name in names}
+    return Case(case.name, changed(case.layer, **zeros), case.x)
+
+
+def _rank_one(case: Case) -> Case:
+    maps = {name: getattr(case.layer, name) for name in ("w_q", "w_k", "w_v", "w_o")}
+    return Case(
+        case.name, changed(case.layer, **{name: w[..., :1] @ w[..., :1, :] for name, w in maps.items()}), case.x
+    )

@@ -1,0 +1,40 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.register_assert_rewrite("holdfast.testing")
+
+from holdfast.testing import Case, make_case  # noqa: E402 - its assertions are rewritten first
+
+_HEADS = {"1 head": (1, 1), "4 heads": (4, 4), "4/2 heads": (4, 2), "4/1 heads": (4, 1)}
+_MASKS = {"": None, "mask": "shared", "masks": "each"}
+_OUTPUTS = {"": {}, "residual": {"residual": 1.5}, "d_out": {"d_out": 3}}
+_COMBINATIONS = [
+    {"h": _HEADS[heads][0], "g": _HEADS[heads][1], "biases": bool(biases), "mask": _MASKS[mask], "causal": bool(causal)}
+    | _OUTPUTS[output]
+    | {"name": " ".join(filter(None, [heads, biases, mask, causal, output]))}
+    for heads, biases, mask, causal, output in itertools.product(
+        _HEADS, ("", "biases"), _MASKS, ("", "causal"), _OUTPUTS
+    )
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=_COMBINATIONS, ids=lambda options: options["name"])
+def combination(request: pytest.FixtureRequest) -> Case:
+    """Every combination of heads, grouping, biases, masks, causality, and residual or another output width."""
+    return make_case(**request.param, n=5, d=6, k=3)

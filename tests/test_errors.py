@@ -1,0 +1,353 @@
+"""Every complaint: its kind, and that its one line speaks of the caller's own arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import holdfast
+from holdfast import (
+    AttentionLayer,
+    Bound,
+    HoldfastError,
+    InputError,
+    MemoryLimitError,
+    NotApplicableError,
+    SoundnessError,
+    UnknownNameError,
+    register_bound,
+)
+from holdfast.attacks import Attack, Objective, objectives
+from holdfast.bounds import bounds
+from holdfast.bounds.arithmetic import Arithmetic
+from holdfast.bounds.base import Evaluation
+from holdfast.linalg import Array, FunctionJacobian
+from holdfast.registry import Registry
+from holdfast.testing import changed, make_case
+
+CASE = make_case("h=2, n=4, d=4, k=2", biases=True)
+LAYER, X = CASE.layer, CASE.x
+MASKED = make_case("masked", mask="each").layer
+NAN, INF = math.nan, math.inf
+
+
+def complains(error: type[HoldfastError], match: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(error, match=match) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def spoiled(t: Tensor, value: float) -> Tensor:
+    t = t.clone()
+    t.view(-1)[1] = value
+    return t
+
+
+def wrong(match: str, **arguments: Any) -> Any:
+    """A parameter: the layer with some arguments replaced."""
+    return pytest.param(arguments, match, id=match[:50])
+
+
+# -- a layer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        wrong(r"w_q is None; expected a tensor", w_q=None),
+        wrong(r"w_v is list; expected a torch tensor", w_v=[1.0]),
+        wrong(r"w_k has dtype torch.float16; expected float32 or float64", w_k=LAYER.w_k.half()),
+        wrong(r"b_o has dtype torch.int64", b_o=torch.ones(4, dtype=torch.int64)),
+        wrong(r"w_o has shape \(4, 4\); expected three dimensions", w_o=torch.ones(4, 4).double()),
+        wrong(r"w_q has shape \(2, 0, 2\); every size must be at least 1", w_q=torch.ones(2, 0, 2).double()),
+        wrong(r"w_q has 3 heads and w_k 2; the key-value heads must divide", w_q=torch.ones(3, 4, 2).double()),
+        wrong(r"w_k has shape \(2, 5, 2\); expected \(2, 4, 2\) beside w_q", w_k=torch.ones(2, 5, 2).double()),
+        wrong(r"w_v has shape \(1, 4, 2\); expected \(2, 4, 2\)", w_v=torch.ones(1, 4, 2).double()),
+        wrong(r"w_o has shape \(2, 3, 4\); expected \(2, 2, 4\)", w_o=torch.ones(2, 3, 4).double()),
+        wrong(r"b_q has shape \(2,\); expected \(2, 2\)", b_q=torch.ones(2).double()),
+        wrong(r"b_k has shape \(2, 3\); expected \(2, 2\)", b_k=torch.ones(2, 3).double()),
+        wrong(r"b_v has shape \(1, 2\); expected \(2, 2\)", b_v=torch.ones(1, 2).double()),
+        wrong(r"b_o has shape \(5,\); expected \(4,\)", b_o=torch.ones(5).double()),
+        wrong(r"w_o is torch.float32 on cpu and w_q torch.float64 on cpu; give all", w_o=LAYER.w_o.float()),
+        wrong(r"b_v is torch.float64 on meta and w_q torch.float64 on cpu", b_v=LAYER.b_v.to("meta")),  # type: ignore[union-attr]
+        wrong(r"w_q of shape \(2, 4, 2\) has 1 NaN or infinite entries", w_q=spoiled(LAYER.w_q, NAN)),
+        wrong(r"b_k of shape \(2, 2\) has 1 NaN or infinite entries", b_k=spoiled(LAYER.b_k, -INF)),  # type: ignore[arg-type]
+        wrong(r"scale is nan; expected a finite number", scale=NAN),
+        wrong(r"residual is inf; expected a finite number", residual=INF),
+        wrong(
+            r"residual is 1 but the layer maps width 4 to 3; a residual needs equal widths",
+            residual=1.0,
+            w_o=torch.ones(2, 2, 3).double(),
+            b_o=None,
+        ),
+        wrong(r"mask is list; expected a bool tensor", mask=[[True]]),
+        wrong(r"mask is torch.float32; expected a bool tensor, True where", mask=torch.ones(4, 4)),
+        wrong(r"mask has shape \(4,\); expected \(n, n\) or \(b, n, n\)", mask=torch.ones(4).bool()),
+        wrong(r"mask has shape \(4, 3\); expected \(n, n\)", mask=torch.ones(4, 3).bool()),
+        wrong(
+            r"mask leaves no key to the query at index \(2,\) \(1 such rows\)",
+            mask=(torch.arange(4) != 2).expand(4, 4).mT,
+        ),
+        wrong(
+            r"index \(1, 3\) \(1 such rows\); every query needs .* let padding tokens attend to themselves",
+            mask=torch.stack([torch.ones(4, 4), torch.ones(4, 4).triu(1) + torch.eye(4, 3).mm(torch.eye(3, 4))]).bool(),
+        ),
+        wrong(
+            r"mask leaves no key to the query at index \(0,\) \(3 such rows\)",
+            mask=torch.ones(3, 3).triu(1).bool(),
+            causal=True,
+        ),
+    ],
+)
+def test_arguments_of_a_layer(arguments: dict[str, Any], match: str) -> None:
+    complains(InputError, match, lambda: changed(LAYER, **arguments))
+
+
+@pytest.mark.parametrize(
+    ("x", "match"),
+    [
+        pytest.param([[1.0]], r"x is list; expected a tensor \(…, n, 4\)", id="list"),
+        pytest.param(X.half(), r"x has dtype torch.float16; expected float32 or float64", id="half"),
+        pytest.param(
+            X[0, 0], r"x has shape \(4,\); expected \(…, n, 4\) with at least one token", id="one token's vector"
+        ),
+        pytest.param(torch.ones(3, 5).double(), r"x has shape \(3, 5\); expected \(…, n, 4\)", id="width"),
+        pytest.param(torch.ones(0, 4).double(), r"x has shape \(0, 4\); .* at least one token", id="no token"),
+        pytest.param(torch.ones(0, 3, 4).double(), r"x has shape \(0, 3, 4\)", id="no input"),
+        pytest.param(X.to("meta"), r"x is on meta and the layer on cpu; move one of them", id="device"),
+        pytest.param(spoiled(X, NAN), r"x of shape \(2, 4, 4\) has 1 NaN or infinite entries", id="NaN"),
+        pytest.param(spoiled(X, INF), r"x of shape \(2, 4, 4\) has 1 NaN or infinite entries", id="infinity"),
+    ],
+)
+def test_inputs(x: Any, match: str) -> None:
+    for call in (
+        lambda: LAYER(x),
+        lambda: LAYER.attention(x),
+        lambda: holdfast.bound(LAYER, x, 0.1),
+        lambda: holdfast.attack(LAYER, x, 0.1),
+        lambda: holdfast.local_lipschitz(LAYER, x),
+        lambda: holdfast.local_lipschitz(LAYER, x, side="upper"),
+    ):
+        complains(InputError, match, call)
+
+
+def test_input_that_does_not_fit_the_mask() -> None:
+    complains(InputError, r"x has 3 tokens and the mask is for 4", lambda: MASKED(X[:, :3]))
+    complains(InputError, r"mask has batch shape \(2,\) and x \(\); expected the same", lambda: MASKED(X[0]))
+    complains(InputError, r"mask has batch shape \(2,\) and x \(3,\)", lambda: MASKED(X[:1].expand(3, 4, 4)))
+    complains(InputError, r"mask has batch shape \(2,\) and x \(\)", lambda: holdfast.bound(MASKED, X[0], 0.1))
+
+
+def test_dtypes_that_differ() -> None:
+    match = r"x is torch.float32 and the layer torch.float64; use layer.to\(x.dtype\) or x.to\(layer.dtype\)"
+    complains(InputError, match, lambda: LAYER(X.float()))
+    complains(InputError, match, lambda: LAYER.attention(X.float()))
+    complains(InputError, match, lambda: holdfast.local_lipschitz(LAYER, X.float()))
+
+
+# -- modules and files
+
+
+@pytest.mark.parametrize(
+    ("module", "match"),
+    [
+        (nn.MultiheadAttention(4, 2, kdim=3), r"separate key or value widths \(kdim, vdim\), which is not plain"),
+        (nn.MultiheadAttention(4, 2, vdim=3), r"separate key or value widths"),
+        (nn.MultiheadAttention(4, 2, add_bias_kv=True), r"appends bias_k and bias_v tokens"),
+        (nn.MultiheadAttention(4, 2, add_zero_attn=True), r"appends a zero token \(add_zero_attn\)"),
+        (nn.MultiheadAttention(4, 2, dropout=0.1), r"is in training mode with dropout 0.1; call eval\(\) first"),
+        (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.2), r"dropout 0.2; call eval\(\) first"),
+        (nn.Linear(4, 4), r"from_module got Linear; expected nn.MultiheadAttention or nn.TransformerEncoderLayer"),
+    ],
+)
+def test_modules_that_are_not_plain_attention(module: Any, match: str) -> None:
+    complains(InputError, match, lambda: AttentionLayer.from_module(module))
+
+
+def test_files(tmp_path: Path) -> None:
+    missing, broken = tmp_path / "missing.safetensors", tmp_path / "broken.safetensors"
+    broken.write_bytes(b"not a file of tensors")
+    complains(
+        InputError, r"no file '.*missing.safetensors'; expected a safetensors", lambda: AttentionLayer.load(missing)
+    )
+    complains(InputError, r"broken.safetensors' cannot be read as safetensors", lambda: AttentionLayer.load(broken))
+    complains(InputError, r"cannot be read as safetensors", lambda: AttentionLayer.load(tmp_path))
+
+
+def test_tensors_by_name() -> None:
+    named = {name: getattr(LAYER, name) for name in ("w_q", "w_k", "w_v", "w_o")}
+    two = {"w_q": LAYER.w_q, "weight": LAYER.w_k}
+    match = r"no tensor named w_k, w_v, w_o; found w_q, weight; a layer needs w_q, w_k, w_v, w_o"
+    complains(InputError, match, lambda: AttentionLayer.from_tensors(two))
+    complains(InputError, r"x.st: no tensor named .*; found nothing", lambda: AttentionLayer.from_tensors({}, "x.st"))
+    several = named | {"scale": torch.ones(2)}
+    complains(InputError, r"scale has shape \(2,\); expected one number", lambda: AttentionLayer.from_tensors(several))
+
+
+# -- the front doors
+
+
+@pytest.mark.parametrize(
+    ("eps", "match"),
+    [
+        (-0.1, r"eps is -0.1; expected a finite number that is not negative"),
+        (NAN, r"eps is nan; expected a finite number"),
+        (INF, r"eps is inf; expected a finite number"),
+        ([0.1, -1.0], r"eps is -1.0; expected"),
+        ((0.1, NAN), r"eps is nan; expected"),
+        ([], r"eps is an empty sequence; expected at least one radius"),
+        (True, r"eps is True; expected"),
+        ([0.1, False], r"eps is False; expected"),
+        ("0.1", r"eps is '0.1'; expected"),
+        (["0.1"], r"eps is '0.1'; expected"),
+        (None, r"eps is None; expected"),
+        (torch.tensor(0.1), r"eps is tensor\(0.1000\); expected"),
+    ],
+)
+def test_radii(eps: Any, match: str) -> None:
+    complains(InputError, match, lambda: holdfast.bound(LAYER, X, eps))
+    complains(InputError, match, lambda: holdfast.attack(LAYER, X, eps))
+
+
+def test_unknown_names_meet_the_nearest_one() -> None:
+    match = r"unknown method 'lofest': did you mean 'lofast'\? known: .*best.*lofast-xi.*naive"
+    complains(UnknownNameError, match, lambda: holdfast.bound(LAYER, X, 0.1, method="lofest"))
+    complains(UnknownNameError, r"unknown method 'zzz': known: ", lambda: holdfast.bound(LAYER, X, 0.1, method="zzz"))
+    match = r"unknown objective 'delta-23': did you mean 'delta-2[12]?'\? known: .*output, scores"
+    complains(UnknownNameError, match, lambda: holdfast.attack(LAYER, X, 0.1, objective="delta-23"))
+
+
+def test_unknown_guarantee_and_side() -> None:
+    unknown: Any = "certain"
+    match = r"guarantee is 'certain'; lofast offers proved and numerical"
+    complains(InputError, match, lambda: holdfast.bound(LAYER, X, 0.1, "lofast", guarantee=unknown))
+    match = r"side is 'certain'; expected \"estimate\" or \"upper\""
+    complains(InputError, match, lambda: holdfast.local_lipschitz(LAYER, X, side=unknown))
+    complains(InputError, r"side is 'lower'; expected", lambda: holdfast.local_lipschitz(LAYER, X, side="lower"))
+    match = r"side=\"upper\" is proved only for an AttentionLayer: a bare function has no proved rounding"
+    complains(InputError, match, lambda: holdfast.local_lipschitz(torch.sin, X, side="upper"))
+
+
+def test_attacks_of_no_length() -> None:
+    complains(InputError, r"restarts is 0; expected at least 1", lambda: holdfast.attack(LAYER, X, 0.1, restarts=0))
+    complains(InputError, r"steps is -3; expected at least 1", lambda: holdfast.attack(LAYER, X, 0.1, steps=-3))
+
+
+def test_functions_without_a_jacobian() -> None:
+    match = r"the function returned tuple; expected one tensor"
+    complains(InputError, match, lambda: holdfast.local_lipschitz(lambda x: (x, x), X))  # type: ignore[arg-type, return-value]
+    match = r"the function maps \(2, 4, 4\) to \(4,\); with batch_dims=1 both must begin with the same"
+    complains(InputError, match, lambda: FunctionJacobian(lambda x: x.sum((0, 1)), X, batch_dims=1))
+
+
+# -- limits
+
+
+def test_memory_limit() -> None:
+    match = r"a proved norm of a \d+ x \d+ map needs 0.00 GiB and the limit is 0.00 GiB; raise memory_limit, use fewer"
+    for name in ("naive", "lofast-xi", "lofast"):
+        complains(MemoryLimitError, match, lambda name=name: holdfast.bound(LAYER, X, 0.1, name, memory_limit=100))
+    complains(MemoryLimitError, match, lambda: holdfast.local_lipschitz(LAYER, X, side="upper", memory_limit=100))
+    large = make_case("large", n=2000, d=8)
+    match = r"16000 x 16000 map needs \d+\.\d\d GiB and the limit is 8.00 GiB"
+    complains(MemoryLimitError, match, lambda: holdfast.local_lipschitz(large.layer, large.x, side="upper"))
+
+
+def test_best_leaves_out_what_needs_too_much() -> None:
+    limit = 4000.0  # enough for matrices of tokens and weights, too little for the 16 x 16 map
+    result = holdfast.bound(LAYER, X, 0.1, memory_limit=limit)
+    complains(MemoryLimitError, r"needs", lambda: holdfast.bound(LAYER, X, 0.1, "lofast", memory_limit=limit))
+    assert any(note.startswith("lofast was left out: a proved norm") for note in result.notes)
+    assert "lofast" not in result.terms
+    naive = holdfast.bound(LAYER, X, 0.1, "naive", memory_limit=limit).value
+    assert bool((result.value <= naive * (1 + 1e-15)).all())
+    complains(NotApplicableError, r"no bound applies: ", lambda: holdfast.bound(LAYER, X, 0.1, memory_limit=1))
+
+
+def test_overflow() -> None:
+    match = r"bound 'naive' overflowed float64 at eps=1e\+200; use a smaller eps"
+    complains(HoldfastError, match, lambda: holdfast.bound(LAYER, X, (0.1, 1e200), "naive"))
+    huge = changed(LAYER, w_v=LAYER.w_v * 1e200, w_o=LAYER.w_o * 1e200)
+    match = r"a proved norm is not finite: the map overflows float64; scale the weights or the input"
+    complains(HoldfastError, match, lambda: holdfast.local_lipschitz(huge, X, side="upper"))
+
+
+# -- methods that misbehave
+
+
+def fake_bound(value: float, **metadata: Any) -> type[Bound]:
+    """A bound that returns a constant."""
+
+    class Fake(Bound):
+        name, cost, reference = "fake", "nothing", "holdfast"
+
+        def _refusal(self, layer: AttentionLayer) -> str | None:
+            return "it has a mask" if layer.mask is not None else None
+
+        def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
+            return Evaluation(a.lift(torch.full((*x.shape[:-2], eps.shape[0]), value, dtype=torch.float64)), {})
+
+    for field, given in metadata.items():
+        setattr(Fake, field, given)
+    return Fake
+
+
+def test_a_bound_below_what_is_attained_is_withheld() -> None:
+    match = r"bound 'fake' returned a value below one that is attained; the value is withheld"
+    for guarantee in ("proved", "numerical"):
+        complains(SoundnessError, match, lambda g=guarantee: fake_bound(1e-3)()(LAYER, X, 0.1, guarantee=g))
+    assert bool((fake_bound(1e9)()(LAYER, X, 0.1).value >= 1e9).all())
+
+
+def test_a_bound_that_is_not_finite_is_withheld() -> None:
+    for value in (NAN, INF):
+        complains(HoldfastError, r"bound 'fake' overflowed float64", lambda v=value: fake_bound(v)()(LAYER, X, 0.1))
+
+
+def test_a_bound_that_does_not_apply() -> None:
+    match = r"bound 'fake' does not apply: it has a mask"
+    complains(NotApplicableError, match, lambda: fake_bound(1e9)()(MASKED, X, 0.1))
+
+
+def test_registering_twice_or_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "_items", dict(bounds._items))
+    known = set(bounds)
+    match = r"method 'lofast' is registered twice; give the second one another name"
+    complains(HoldfastError, match, lambda: register_bound(fake_bound(1.0, name="lofast")))
+    complains(
+        HoldfastError, r"Fake lacks cost, reference", lambda: register_bound(fake_bound(1.0, cost=None, reference=3))
+    )
+    complains(
+        HoldfastError, r"Fake lacks valid guarantees", lambda: register_bound(fake_bound(1.0, guarantees=("sure",)))
+    )
+    assert set(bounds) == known
+    register_bound(fake_bound(1.0))
+    assert set(bounds) == {*known, "fake"}
+    match = r"objective 'output' is registered twice"
+    complains(HoldfastError, match, lambda: objectives.add("output")(objectives["output"]))
+
+
+def test_an_empty_registry() -> None:
+    nothing: Registry[int] = Registry("figure")
+    assert list(nothing) == []
+    complains(UnknownNameError, r"unknown figure 'a': known: $", lambda: nothing["a"])
+
+
+class Lost(Attack):
+    """Returns points that are nowhere."""
+
+    name = "lost"
+
+    def _search(self, objective: Objective, eps: Tensor, seed: int) -> Tensor:
+        return torch.full((1, len(eps), *objective.centre.shape), NAN, dtype=torch.float64)
+
+
+def test_an_attack_that_cannot_be_pulled_into_the_ball() -> None:
+    match = r"an attack left the ball and could not be pulled back"
+    complains(SoundnessError, match, lambda: Lost()(LAYER, X, 0.1))
