@@ -25,7 +25,7 @@ _COMBINATIONS = [
 ]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
     """Small tensors: threads would only wait for each other."""
     before = torch.get_num_threads()

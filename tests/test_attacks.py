@@ -13,7 +13,7 @@ from holdfast.testing import Case, cases, gaussian_case
 from holdfast.testing.bounds import dense_jacobian
 
 RADII = (0.1, 1.0)
-SEEDS = range(5)
+SEEDS = (0, 1, 2, 8, 11)  # at 8 and 11 plain ascent is slow, at 1 and 8 it has several maxima to choose from
 
 
 def plain_ascent(

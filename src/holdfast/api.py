@@ -59,7 +59,7 @@ def attack(
         x: (b…, n, d) the inputs.
         eps: one radius, or a sequence of them.
         objective: "output", or an inner quantity of LoFAST: "delta-2", "delta-21", "scores", "delta-22".
-        restarts: starting points for every input.
+        restarts: starting points that are followed for every input; four times as many are tried.
         steps: gradient steps for every start.
         seed: of everything random.
     """

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Generic, final
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, final
 
 from torch import Tensor
 
@@ -11,11 +12,27 @@ from holdfast.linalg import Array, Ball, MatrixOperator, ProvableOperator, estim
 from holdfast.linalg.certified import GIB
 from holdfast.results import Guarantee
 
+T = TypeVar("T")
+
 
 class Arithmetic(ABC, Generic[Array]):
-    """How a bound computes. Formulas are non-decreasing in every norm, so an upper norm gives an upper value."""
+    """How a bound computes. Formulas are non-decreasing in every norm, so an upper norm gives an upper value.
+
+    One arithmetic serves one layer at one batch of inputs, so that methods can share what they have in common.
+    """
 
     guarantee: Guarantee
+
+    def __init__(self) -> None:
+        self._shared: dict[str, Any] = {}
+
+    @final
+    def once(self, name: str, compute: Callable[[], T]) -> T:
+        """What `compute` gives, computed at the first call and kept under its name."""
+        if name not in self._shared:
+            self._shared[name] = compute()
+        found: T = self._shared[name]
+        return found
 
     @abstractmethod
     def lift(self, x: Tensor) -> Array:
@@ -42,6 +59,7 @@ class Proved(Arithmetic[Ball]):
     guarantee = "proved"
 
     def __init__(self, memory_limit: float = 8 * GIB) -> None:
+        super().__init__()
         self._memory_limit = memory_limit
 
     def lift(self, x: Tensor) -> Ball:
@@ -65,6 +83,7 @@ class Numerical(Arithmetic[Tensor]):
     guarantee = "numerical"
 
     def __init__(self, tolerance: float = 1e-9, rough_tolerance: float = 1e-6) -> None:
+        super().__init__()
         self._tolerance, self._rough_tolerance = tolerance, rough_tolerance
 
     def lift(self, x: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class Plus(Bound):
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         ball = OverBall(a, layer, x, eps)
         f = ball.f
-        zeta = a.norm(ValueOperator(layer, x))
+        zeta = a.once("zeta", lambda: a.norm(ValueOperator(layer, x)))
         centred = f.v - a.number(f.v).mean(-2, keepdim=True)
         values = a.matrix_norm(centred.flatten(-3, -2))
         pairs = (~ball.masked).to(torch.float64).expand(f.p.shape)
@@ -67,7 +67,7 @@ class Covariance(Bound):
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         ball = OverBall(a, layer, x, eps)
-        zeta = a.norm(ValueOperator(layer, x))
+        zeta = a.once("zeta", lambda: a.norm(ValueOperator(layer, x)))
         weights = ball.value_spread.square().unsqueeze(-1).unsqueeze(-3) * ball.q
         scores = a.norm(ScoreMoments(ball.f.query_rows, ball.f.key_rows, a.lift(a.number(weights)))).movedim(0, -1)
         rows, columns = ball.joint_bilinear(weights.amax((-2, -1)))

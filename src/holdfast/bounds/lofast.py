@@ -67,7 +67,7 @@ class _Splitting(Bound):
 
 
 def _zeta(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> dict[str, Array]:
-    return {"zeta": a.norm(ValueOperator(layer, x))}
+    return {"zeta": a.once("zeta", lambda: a.norm(ValueOperator(layer, x)))}
 
 
 def _xi(a: Arithmetic[Array], f: Folded[Array]) -> dict[str, Array]:

@@ -103,11 +103,12 @@ class SecondOrder(Bound):
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         J = AttentionJacobian(layer, x)
-        gain, common, other = a.norm(J), a.norm(CommonPart(J)), a.norm(OtherPart(J))
+        gain, common, other = a.once("jacobian", lambda: a.norm(J)), a.norm(CommonPart(J)), a.norm(OtherPart(J))
         coupling = a.norm(Coupling(J))
         radii = a.number(eps)
         nodes = nodes_for(radii)
-        beta = curvature(OverBall(a, layer, x, a.lift(nodes)))
+        ball = a.once("nodes", lambda: OverBall(a, layer, x, a.lift(nodes)))
+        beta = a.once("curvature", lambda: curvature(ball))
         every, alike, mixed = (integrate(a, part, nodes, radii) for part in (beta.every, beta.common, beta.mixed))
 
         # Cells of s, finer near 0; (b…, e, cell).
@@ -143,9 +144,9 @@ class Mixed(Bound):
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         radii = a.number(eps)
         nodes = nodes_for(radii)
-        ball = OverBall(a, layer, x, a.lift(nodes))
-        gain = a.norm(AttentionJacobian(layer, x))
-        grown = _running(a, curvature(ball).every, nodes) + gain
+        ball = a.once("nodes", lambda: OverBall(a, layer, x, a.lift(nodes)))
+        gain = a.once("jacobian", lambda: a.norm(AttentionJacobian(layer, x)))
+        grown = _running(a, a.once("curvature", lambda: curvature(ball)).every, nodes) + gain
         slope = grown.minimum(_direct_gain(ball, layer, x))
         integral = slope.movedim(0, -1) @ a.lift(_widths(nodes, radii))
         saturated = _saturated(a, layer, x, eps)
@@ -179,5 +180,5 @@ def _saturated(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Arra
     """(b…, e) ε ζ and the farthest that the attention outputs can go, however the probabilities change."""
     ball = OverBall(a, layer, x, a.lift(torch.zeros(1, dtype=torch.float64, device=x.device)))
     reach = ball.value_reach_of_heads[0].unsqueeze(-1) + ball.norm_C.unsqueeze(-1).unsqueeze(-1) * eps * ROOT2
-    zeta = a.norm(ValueOperator(layer, x))
+    zeta = a.once("zeta", lambda: a.norm(ValueOperator(layer, x)))
     return zeta.unsqueeze(-1) * eps + root(reach.sum(-3).square().sum(-2))

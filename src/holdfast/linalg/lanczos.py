@@ -26,6 +26,10 @@ def estimate(
     within min(r, r²/gap) of σ, where the gap to the rest of the spectrum is read off the Ritz values
     (Parlett 1998, section 11.7). It runs until every member of the batch has min(r, r²/gap) <= tolerance · σ.
 
+    That singular value need not be the largest: a start almost orthogonal to the top vector hides it for a while. On
+    400 random layers of GPT-2's shape the value was too small by more than the tolerance, by up to 4 %, on 8 layers at
+    tolerance 1e-3, on 3 at 1e-4 and on none at 1e-5 or below.
+
     Args:
         operator: the maps.
         tolerance: relative accuracy asked for.
@@ -114,7 +118,7 @@ class _Krylov:
             B = B + torch.diag_embed(torch.stack(self._betas[:-1], -1), offset=1)
         scale = power_of_two(B, (-2, -1))
         B = B / scale
-        squares, P = torch.linalg.eigh(B @ B.mT)
+        squares, P = _eigh(B @ B.mT)
         S, left = squares.clamp(min=0).sqrt() * scale.squeeze(-1), P[..., -1]
         value = S[..., -1]
         right = (left.unsqueeze(-2) @ B).squeeze(-2)
@@ -123,6 +127,13 @@ class _Krylov:
         gap = value - S[..., -2] if self.steps > 1 else torch.zeros_like(value)
         refined = torch.where(gap > residual, residual * (residual / gap), residual)
         return _Top(value, residual, torch.minimum(residual, refined), left, right)
+
+
+def _eigh(matrices: Tensor, most: int = 2**14) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and vectors, in batches that the GPU's solver takes."""
+    starts = range(0, len(matrices), most)
+    parts = [torch.linalg.eigh(matrices[start : start + most]) for start in starts]
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
 class _Basis:

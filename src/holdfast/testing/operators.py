@@ -30,10 +30,10 @@ class OperatorConformance(ABC):
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         parametrize(metafunc, cases())
 
-    def test_mv_is_linear(self, case: Case) -> None:
-        op = self._build(case)
+    def test_mv_is_linear(self, typical: Case) -> None:
+        op = self._build(typical)
         v, w = _arguments(op, 2)
-        _same(op.mv(2 * v - 3 * w), 2 * op.mv(v) - 3 * op.mv(w), case)
+        _same(op.mv(2 * v - 3 * w), 2 * op.mv(v) - 3 * op.mv(w), typical)
 
     def test_rmv_is_the_adjoint(self, case: Case) -> None:
         op = self._build(case)
@@ -50,14 +50,14 @@ class OperatorConformance(ABC):
         _same(op.mv(v).flatten(batch), (matrix @ v.flatten(batch).unsqueeze(-1)).squeeze(-1), case)
         _same(op.rmv(u).flatten(batch), (matrix.mT @ u.flatten(batch).unsqueeze(-1)).squeeze(-1), case)
 
-    def test_directions_stand_in_front(self, case: Case) -> None:
-        op = self._build(case)
+    def test_directions_stand_in_front(self, typical: Case) -> None:
+        op = self._build(typical)
         v, u = _arguments(op, 6), _values(op, 6)
         for apply, vectors in ((op.mv, v), (op.rmv, u)):
             loop = torch.stack([apply(each) for each in vectors])
-            _same(apply(vectors), loop, case)
+            _same(apply(vectors), loop, typical)
             nested = vectors.reshape(2, 3, *vectors.shape[1:])
-            _same(apply(nested), loop.reshape(2, 3, *loop.shape[1:]), case)
+            _same(apply(nested), loop.reshape(2, 3, *loop.shape[1:]), typical)
 
     def test_batch_equals_loop(self, case: Case) -> None:
         op = self._build(case)
@@ -105,13 +105,13 @@ class ProvableConformance(OperatorConformance):
         assert bool((found.value >= norm * (1 - _ROUNDING) - _ROUNDING * case.size).all())
         assert bool((found.value <= norm * (1 + _PROVED) + _PROVED * case.size).all())
 
-    def test_part_is_a_part(self, case: Case) -> None:
-        op = self.build(case.layer, case.x)
+    def test_part_is_a_part(self, typical: Case) -> None:
+        op = self.build(typical.layer, typical.x)
         matrices, count = op.dense().flatten(0, -3), op.batch.numel()
         for start, stop in ((0, count), (0, 1), (count - 1, count)):
             part = op.part(start, stop)
             assert part.batch == (stop - start,)
-            _same(part.dense(), matrices[start:stop], case)
+            _same(part.dense(), matrices[start:stop], typical)
 
     def test_gram_is_enclosed(self, case: Case) -> None:
         """The eigenvalues are the squared singular values and zeros, up to the error that is stated."""
@@ -131,8 +131,8 @@ class ProvableConformance(OperatorConformance):
         assert bool((difference <= gram.error * scale + rounding).all())
         assert bool((gram.error * scale <= _PROVED * squares[..., 0] + (_PROVED * case.size) ** 2).all())
 
-    def test_memory_limit_changes_nothing(self, case: Case) -> None:
-        op = self.build(case.layer, case.x)
+    def test_memory_limit_changes_nothing(self, typical: Case) -> None:
+        op = self.build(typical.layer, typical.x)
         side = min(op.domain.numel(), op.codomain.numel())
         least = 8 * (op.doubles + 3 * side * side)
         torch.testing.assert_close(upper(op, memory_limit=least).value, upper(op).value, rtol=1e-7, atol=1e-100)
