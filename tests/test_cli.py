@@ -96,6 +96,15 @@ def test_tables_show_the_numbers(run: Run, saved: tuple[Path, Path]) -> None:
     assert "head 2" in heads.stdout
 
 
+def test_a_curve_is_drawn(run: Run, saved: tuple[Path, Path], tmp_path: Path) -> None:
+    done = run("bound", *saved, "--method", "naive", "--inputs", "1", "--curve", tmp_path / "curve.png")
+    assert done.returncode == 0, done.stderr
+    assert "lofast" in done.stdout
+    assert "eps 0.001" in done.stdout
+    assert (tmp_path / "curve.png").stat().st_size > 1000
+    assert "<svg" in (tmp_path / "curve.svg").read_text()[:1000]
+
+
 def test_an_input_may_stand_in_the_layer_file(run: Run, tmp_path: Path, saved: tuple[Path, Path]) -> None:
     tensors = holdfast.storage.read_tensors(saved[0]) | {"x": torch.randn(5, 12)}
     save_file(tensors, tmp_path / "both.safetensors")
@@ -111,8 +120,9 @@ def test_demo_writes_a_table_a_figure_and_numbers(run: Run, tmp_path: Path) -> N
     layers = json.loads((tmp_path / "demo.json").read_text())["layers"]
     for layer in layers:
         lower = torch.tensor(layer["attack"]["lower"])
-        for result in layer["bounds"].values():
-            assert (torch.tensor(result["value"]) >= lower).all()
+        assert set(layer["best"]["terms"]) == {bound.name for bound in holdfast.list_bounds()} - {"best"}
+        for values in layer["best"]["terms"].values():
+            assert (torch.tensor(values) >= lower).all()
 
 
 def test_doctor_names_versions_and_extras(run: Run) -> None:

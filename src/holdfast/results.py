@@ -60,8 +60,8 @@ class BoundResult:
     Attributes:
         value: (b…) for one eps, (b…, e) for e of them.
         eps: the radius, or the radii, as given.
-        terms: the named quantities of the formula; shapes begin with (b…), then (h) where it is a head's,
-            then (e) where it depends on eps.
+        terms: the named quantities of the formula; shapes begin with (b…) unless it is a quantity of the weights
+            alone, then (h) where it is a head's, then (e) where it depends on eps.
         notes: what the method has to say: which one won, what did not apply.
     """
 

@@ -12,13 +12,13 @@ from holdfast.cli.inputs import Json, Subject, demo_subjects
 from holdfast.cli.work import Job, carry_out, emit_json
 from holdfast.report.layer import LayerReport, head_table, plot_layers, report_layer, sensitivity_table
 
-_RADII = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+_RADII = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
 _SHOWN = (0.001, 0.01, 0.1, 1.0)
 
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the figure (PNG, SVG) and the numbers (JSON).")] = Path("out"),
-    inputs: Annotated[int, typer.Option(min=1, max=32, help="How many test digits.")] = 8,
+    inputs: Annotated[int, typer.Option(min=1, max=32, help="How many test digits.")] = 2,
     as_json: Json = False,
 ) -> None:
     """Analyse the attention layers of the bundled digits model: local Lipschitz constant, bounds, attack, figure."""

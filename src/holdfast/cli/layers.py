@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from holdfast import api
 from holdfast.bounds import bounds as registry
@@ -26,9 +29,11 @@ from holdfast.cli.inputs import (
 )
 from holdfast.cli.work import Job, carry_out, emit_json
 from holdfast.linalg.certified import GIB
+from holdfast.report.layer import Panel, plot_panels
 from holdfast.results import AttackResult, BoundResult
 
 _INPUTS_PER_JOB = 8
+_CURVE = (0.01, 0.03, 0.1, 0.3, 1.0)  # what a single eps is multiplied by to make a curve
 
 
 def bounds(as_json: Json = False) -> None:
@@ -56,11 +61,15 @@ def bound(
     method: Annotated[list[str] | None, typer.Option(help="A bound's name; repeat for several. Default: best.")] = None,
     guarantee: Annotated[Literal["proved", "numerical"], typer.Option(help="Proved, or faster.")] = "proved",
     memory_limit: Annotated[float, typer.Option(min=0, help="GiB that one proved norm may hold.")] = 8.0,
+    curve: Annotated[Path | None, typer.Option(help="Draw bounds, LoFAST and an attack over eps: PNG and SVG.")] = None,
     as_json: Json = False,
     out: Out = None,
 ) -> None:
     """Bound how far the output of a layer can move when its input moves by at most eps."""
     methods, radii = method or ["best"], read_eps(eps)
+    if curve is not None:
+        methods = list(dict.fromkeys((*methods, "lofast")))
+        radii = radii if len(radii) > 1 else [radii[0] * step for step in _CURVE]
     for name in methods:
         registry[name]  # an unknown name is refused before any work is done
     subject = read_subject(layer, x, demo, demo_layer, inputs)
@@ -86,6 +95,13 @@ def bound(
         for note in sorted({note for _, result in done.results for note in result.notes}):
             console.print(note, style="dim")
     done.exit(len(jobs))
+    if curve is not None:
+        values: dict[str, list[Tensor]] = {}
+        for _, result in done.results:
+            values.setdefault(result.method, []).append(result.value)
+        curves = {name: torch.cat(parts).cpu() for name, parts in values.items()}
+        attained = api.attack(subject.layer, subject.x, radii).lower.cpu()
+        plot_panels([Panel(subject.name, radii, curves, attained)], curve)
 
 
 def attack(

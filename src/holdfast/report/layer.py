@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from holdfast import api
 from holdfast.attention import AttentionLayer
-from holdfast.bounds import list_bounds
 from holdfast.results import AttackResult, BoundResult, NormResult
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f")
@@ -23,14 +23,20 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What is known of one layer at a batch of inputs, over radii."""
+    """What is known of one layer at a batch of inputs, over radii.
+
+    Attributes:
+        best: the smallest bound; its terms are the values of all bounds.
+        lofast: the LoFAST bounds, for their terms.
+    """
 
     name: str
     layer: AttentionLayer
     radii: tuple[float, ...]
     estimate: NormResult
     lipschitz: NormResult
-    bounds: dict[str, BoundResult]
+    best: BoundResult
+    lofast: dict[str, BoundResult]
     attack: AttackResult
 
     def to_dict(self) -> dict[str, Any]:
@@ -39,7 +45,8 @@ class LayerReport:
             "name": self.name,
             "layer": repr(self.layer),
             "local_lipschitz": {"estimate": self.estimate.to_dict(), "upper": self.lipschitz.to_dict()},
-            "bounds": {name: result.to_dict() for name, result in self.bounds.items()},
+            "best": self.best.to_dict(),
+            "lofast": {name: result.to_dict() for name, result in self.lofast.items()},
             "attack": self.attack.to_dict(),
         }
 
@@ -53,7 +60,8 @@ def report_layer(name: str, layer: AttentionLayer, x: Tensor, radii: Sequence[fl
         radii=tuple(radii),
         estimate=api.local_lipschitz(layer, x),
         lipschitz=api.local_lipschitz(layer, x, side="upper"),
-        bounds={bound.name: bound(layer, x, radii) for bound in list_bounds() if bound.name != "best"},
+        best=api.bound(layer, x, radii),
+        lofast={name: api.bound(layer, x, radii, name) for name in ("naive", "lofast-xi", "lofast")},
         attack=api.attack(layer, x, radii),
     )
 
@@ -70,7 +78,7 @@ def sensitivity_table(report: LayerReport, radii: Sequence[float]) -> Table:
     for radius in radii:
         table.add_column(f"{radius:g}", justify="right")
     rows = {"attack": report.attack.lower, "‖DF(x)‖ eps": _tangent(report)}
-    rows |= {name: result.value for name, result in reversed(report.bounds.items())}
+    rows |= dict(reversed(list(report.best.terms.items())))
     for label, values in rows.items():
         mean, ratio = values.mean(0).tolist(), (values / report.attack.lower).mean(0).tolist()
         shown = label not in ("attack", "‖DF(x)‖ eps")
@@ -80,7 +88,7 @@ def sensitivity_table(report: LayerReport, radii: Sequence[float]) -> Table:
 
 def head_table(report: LayerReport) -> Table:
     """The terms of the LoFAST bounds, head by head; terms of the whole layer stand in the caption."""
-    naive, xi, lofast = (report.bounds[name].terms for name in ("naive", "lofast-xi", "lofast"))
+    naive, xi, lofast = (report.lofast[name].terms for name in ("naive", "lofast-xi", "lofast"))
     heads = {
         "‖P‖": naive["norm_P"],
         "‖M(X)‖ (20)": lofast["norm_M"],
@@ -99,21 +107,44 @@ def head_table(report: LayerReport) -> Table:
 
 def plot_layers(reports: Sequence[LayerReport], stem: Path) -> list[Path]:
     """Bounds and attack over eps, one panel for each layer, as PNG and SVG."""
-    figure = Figure(figsize=(5.2 * len(reports), 4.4), layout="constrained")
+    panels = []
+    for report in reports:
+        curves = dict(report.best.terms)
+        curves["‖DF(x)‖ eps (first order)"] = _tangent(report)
+        panels.append(Panel(report.name, report.radii, curves, report.attack.lower))
+    return plot_panels(panels, stem)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves (b, e) over the radii, and what an attack attained."""
+
+    title: str
+    radii: Sequence[float]
+    curves: dict[str, Tensor]
+    attained: Tensor
+
+
+def plot_panels(panels: Sequence[Panel], stem: Path) -> list[Path]:
+    """Means over the inputs, with the range shaded, on logarithmic axes; as PNG and SVG."""
+    figure = Figure(figsize=(5.2 * len(panels), 4.4), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(reports), sharey=True, squeeze=False)[0]
-    for panel, report in zip(panels, reports, strict=True):
-        curves = {name: result.value for name, result in report.bounds.items()}
-        curves |= {"‖DF(x)‖ eps (first order)": _tangent(report)}
-        for colour, (name, values) in zip(_COLOURS, curves.items(), strict=False):
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axis, panel in zip(axes, panels, strict=True):
+        for colour, (name, values) in zip(itertools.cycle(_COLOURS), panel.curves.items(), strict=False):
             style = "--" if "first order" in name else "-"
-            panel.plot(report.radii, values.mean(0), style, color=colour, label=name)
-            panel.fill_between(report.radii, values.amin(0), values.amax(0), color=colour, alpha=0.15, linewidth=0)
-        panel.plot(report.radii, report.attack.lower.mean(0), "k.", label="attack (lower bound)")
-        panel.set(xscale="log", yscale="log", title=report.name, xlabel="eps")
-        panel.grid(which="major", alpha=0.25)
-    panels[0].set_ylabel("largest movement of the output")
-    panels[0].legend(frameon=False)
+            axis.plot(panel.radii, values.mean(0), style, color=colour, label=name)
+            axis.fill_between(panel.radii, values.amin(0), values.amax(0), color=colour, alpha=0.15, linewidth=0)
+        axis.plot(panel.radii, panel.attained.mean(0), "k.", label="attack (lower bound)")
+        axis.set(xscale="log", yscale="log", title=panel.title, xlabel="eps")
+        axis.grid(which="major", alpha=0.25)
+    axes[0].set_ylabel("largest movement of the output")
+    axes[0].legend(frameon=False, fontsize="small")
+    return save_figure(figure, stem)
+
+
+def save_figure(figure: Figure, stem: Path) -> list[Path]:
+    """Writes a figure as PNG and SVG."""
     paths = [stem.with_suffix(suffix) for suffix in (".png", ".svg")]
     stem.parent.mkdir(parents=True, exist_ok=True)
     for path in paths:

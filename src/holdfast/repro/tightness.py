@@ -21,6 +21,7 @@ from torch import Tensor
 from holdfast import api
 from holdfast.attention import AttentionLayer
 from holdfast.bounds import list_bounds
+from holdfast.report.layer import save_figure
 from holdfast.results import Guarantee
 
 RADII = (0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -121,11 +122,7 @@ def plot(measurements: Sequence[Measurement], stem: Path) -> list[Path]:
         panel.grid(which="major", alpha=0.25)
     panels[0].set_ylabel("bound / attack - 1")
     panels[0].legend(frameon=False, fontsize="small")
-    paths = [stem.with_suffix(suffix) for suffix in (".png", ".svg")]
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    for path in paths:
-        figure.savefig(path, dpi=120)
-    return paths
+    return save_figure(figure, stem)
 
 
 def _by_regime(measurements: Sequence[Measurement]) -> dict[Regime, list[Measurement]]:
