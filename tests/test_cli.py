@@ -184,7 +184,11 @@ def test_bad_files_get_one_line_and_status_2(run: Run, value: float, tmp_path: P
 
 
 def test_an_interrupt_leaves_what_was_finished(
-    run: Run, saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    saved: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     real, calls = api.bound, []
 
@@ -195,6 +199,8 @@ def test_an_interrupt_leaves_what_was_finished(
         return real(*arguments, **options)
 
     monkeypatch.setattr(api, "bound", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores the signal
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     out = tmp_path / "bound.json"
     methods = [part for name in ("naive", "lofast-xi", "lofast", "best") for part in ("--method", name)]
     done = run("bound", *saved, *methods, "--out", out)
