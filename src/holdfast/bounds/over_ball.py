@@ -21,6 +21,7 @@ from holdfast.linalg import Array, Ball
 
 ROOT2 = math.sqrt(2.0) * (1 + 2**-50)  # not below the exact value, nor are the other constants here
 _CURVED = (1 + math.sqrt(2.0)) / 2 * (1 + 2**-50)
+_FRACTIONS = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 
 @final
@@ -107,14 +108,8 @@ class OverBall(Generic[Array]):
 
     @cached_property
     def softmax_norm(self) -> Array:
-        """(r, b…, h, n) λ_i >= ‖diag(p) - pp^T‖ for all p in the ball.
-
-        M(p) <= diag(q) - qq^T/S with S = Σ_j q_j, whose norm is at most q_1 (S - q_1 + q_2) / S (Lemma 1 for q/S).
-        """
-        a = self.a
-        top = torch.cat([self.q, torch.zeros_like(self.q[..., :1])], -1).topk(2, -1).values
-        first, second, total = a.lift(top[..., 0]), a.lift(top[..., 1]), a.lift(self.q).sum(-1)
-        return (first * (total - first + second) / total).minimum(first).clamp(max=0.5)
+        """(r, b…, h, n) λ_i >= ‖diag(p) - pp^T‖ for all p in the ball (Lemma 2)."""
+        return _covered_norm(self.a, self.q).clamp(max=0.5)
 
     # -- movement of all scores together
 
@@ -126,7 +121,7 @@ class OverBall(Generic[Array]):
         weights = self.a.lift(self.a.number(weights))  # larger weights cover as well; from here on they are exact
         at_x = self.a.norm(ScoreMoments(self.f.query_rows, self.f.key_rows, weights), rough=True)
         rows, columns = self.joint_bilinear(weights.amax((-2, -1)))
-        return at_x + (rows + columns) * self.r(0)
+        return at_x + rows.minimum(columns) * self.r(0) * 2.0
 
     # -- spreads of values and scores, all heads together
 
@@ -149,55 +144,87 @@ class OverBall(Generic[Array]):
 
     @cached_property
     def score_spread(self) -> Array:
-        """(r, b…, n) σ_i >= (Σ_l Var(s'_li))^½: how far the scores of row i spread in one direction G.
+        """(r, b…, n) σ_i >= (Σ_l Var(s'_li))^½: how far the scores of row i spread in one direction G."""
+        return self._score_spread(self.q, self.softmax_norm)
 
-        g_i enters through the query and, at key i, through the key; the other tokens through the key alone, where
-        Var(a_i · g_j) <= λ_i Σ_j (a_i · g_j)².
+    @cached_property
+    def third_spread(self) -> Array:
+        """(r, b…, n) σ̃_i, the same with `third_weights`: the third moments of row i are at most σ̃_i²."""
+        return self._score_spread(self.third_weights, _covered_norm(self.a, self.third_weights))
+
+    def _score_spread(self, weights: Tensor, norm: Array) -> Array:
+        """(r, b…, n) a bound of (Σ_lj w_lij (s'_lij - c_li)²)^½ for the best c, given ‖diag(w) - ww^T/S‖ <= norm.
+
+        g_i enters through the query and, at key i, through the key; the other tokens through the key alone.
         """
-        a, key, lam = self.a, self.f.key, self.softmax_norm
-        q = a.lift(self.q)
-        own = a.norm(RowMoments(self.f.query_rows, q, own=key), rough=True) + self._moved(q.amax(-1)) * (
-            self.rows_A + self.joint_A
-        )
-        weighted = root(lam).movedim(-2, -1).unsqueeze(-1) * key.movedim(-3, -2)
-        others = a.matrix_norm(weighted) + self._moved(lam) * self.joint_A
+        a, key = self.a, self.f.key
+        own = a.norm(RowMoments(self.f.query_rows, weights, own=key), rough=True)
+        own = own + self._moved(a.lift(weights.amax(-1))) * (self.rows_A + self.joint_A)
+        others = a.matrix_norm(root(norm).movedim(-2, -1).unsqueeze(-1) * key.movedim(-3, -2))
+        others = others + self._moved(norm) * self.joint_A
         return root(own.square() + others.square())
 
     @cached_property
-    def value_reach_of_heads(self) -> Array:
-        """(r, b…, h, n) a bound of ‖C_lᵀ(z_j - ȳ_i(Z))‖ for every allowed key."""
-        return self._reach(self.f.v, self.f.y, self.norm_C)
+    def value_distance(self) -> Array:
+        """(b…, h, n, n) ‖C_lᵀ(x_j - ȳ_i)‖ at x, 0 where masked."""
+        return root(_distances2(self.f.y, self.f.v).masked_fill(self.masked, 0.0))
 
     @cached_property
     def value_reach(self) -> Array:
-        """(r, b…, n) D_i, the largest of them over the heads."""
-        return self.value_reach_of_heads.amax(-2)
+        """(r, b…, h, n, n) D_lij >= ‖C_lᵀ(z_j - ȳ_i(Z))‖ for every allowed key, 0 where masked."""
+        r, C = self.r(2), self.norm_C.unsqueeze(-1)
+        diameter = root(_distances2(self.f.v, self.f.v).amax((-2, -1))).unsqueeze(-1)
+        shift = (self.a.lift(self.q) - self.f.p).sum(-1).clamp(max=1.0) * diameter
+        drawn = (self.value_spread * self.score_spread).unsqueeze(-2) * r
+        near = self.value_distance + (shift.minimum(drawn) + C * r * ROOT2).unsqueeze(-1)
+        return near.minimum((diameter + C * r * ROOT2).unsqueeze(-1)).masked_fill(self.masked, 0.0)
 
     @cached_property
-    def score_reach(self) -> Array:
-        """(r, b…, n) θ_i >= |s'_lij - E s'_li|."""
-        query = self._centred_query
-        alpha = root(self.f.key.square().sum(-1)) + self.r(2) * self.norm_A.unsqueeze(-1)
-        reach = self._reach(query, self.f.p @ query, self.norm_A) + alpha
-        return root(reach.square() + alpha.square()).amax(-2)
+    def third_weights(self) -> Tensor:
+        """(r, b…, h, n, n) weights w with Σ_j p_j D_j (f_j - E f)² <= Σ_j w_j (f_j - c)² for all f and c (Lemma 4).
+
+        w = q (τ + (D - τ)_+ τ / (τ - ω)) with ω = Σ_j q_j (D_j - τ)_+ < τ.
+        """
+        a, D = self.a, self.a.number(self.value_reach)
+        threshold = self._threshold(D)
+        tau, over = a.lift(threshold), (a.lift(D) - threshold).masked_fill(threshold >= D, 0.0)
+        room = tau - (over * self.q).sum(-1, keepdim=True)
+        weights = (tau + over * tau / room) * self.q
+        return a.number(weights).masked_fill(self.masked | (threshold <= 0), 0.0)
+
+    def _threshold(self, D: Tensor) -> Tensor:
+        """(r, b…, h, n, 1) τ: of some fractions of the largest D that leave ω < τ, the one with the smallest moments.
+
+        Any choice is sound; the largest D itself has ω = 0.
+        """
+        q, query, number = self.q, self._centred_query, self.a.number
+        moments = number(_distances2(self.f.p @ query, query)) + number(self.f.key).square().sum(-1, keepdim=True)
+        tau = largest = D.amax(-1, keepdim=True)
+        least = (q * largest * moments).sum(-1, keepdim=True)
+        for fraction in _FRACTIONS:
+            tried = largest * fraction
+            over = (D - tried).clamp(min=0)
+            room = tried - (q * over).sum(-1, keepdim=True)
+            found = (q * (tried + over * tried / room) * moments).sum(-1, keepdim=True)
+            better = (room > 1e-3 * tried) & (found < least)
+            tau, least = torch.where(better, tried, tau), torch.where(better, found, least)
+        return tau
 
     def _moved(self, weights: Array) -> Array:
         """What the movement of the tokens adds to a spread with weights (r, b…, h, n): r max_l √w_li per unit norm."""
         return self.r(1) * root(weights.amax(-2))
 
-    def _reach(self, values: Array, means: Array, norm: Array) -> Array:
-        """(r, b…, h, n) a bound of the distance of a value from the mean of row i."""
-        a, r = self.a, self.r(2)
-        farthest = root(_distances2(means, values).masked_fill(self.masked, 0.0).amax(-1))
-        diameter = root(_distances2(values, values).amax((-2, -1))).unsqueeze(-1)
-        shift = (a.lift(self.q) - self.f.p).sum(-1).clamp(max=1.0)
-        slack = norm.unsqueeze(-1) * r * ROOT2
-        return (diameter + slack).minimum(farthest + shift * diameter + slack)
-
     @cached_property
     def _centred_query(self) -> Array:
         """Rows A x_j with a common constant taken off, which leaves differences alone and spares digits."""
         return self.f.query - self.a.number(self.f.query).mean(-2, keepdim=True)
+
+
+def _covered_norm(a: Arithmetic[Array], w: Tensor) -> Array:
+    """(…) a bound of ‖diag(w) - ww^T/S‖, S = Σ_j w_j, for exact weights (…, n): w_1 (S - w_1 + w_2) / S (Lemma 1)."""
+    top = torch.cat([w, torch.zeros_like(w[..., :1])], -1).topk(2, -1).values
+    first, second, total = a.lift(top[..., 0]), a.lift(top[..., 1]), a.lift(w).sum(-1)
+    return (first * (total - first + second) / total).masked_fill(top[..., 0] <= 0, 0.0).minimum(first)
 
 
 def root(x: Array) -> Array:

@@ -41,23 +41,21 @@ class Curvature(Generic[Array]):
 
 def curvature(ball: OverBall[Array]) -> Curvature[Array]:
     """Theorem 4, from the rows y'' = 2 Cov(s', g) + Cov(s'', z) + κ₃(s', s', z), all heads together."""
-    D, sigma, eta, lam = ball.value_reach, ball.score_spread, ball.query_spread, ball.softmax_norm
-    n = D.shape[-1]
-    third = (D * sigma).minimum(ball.score_reach * ball.value_spread).unsqueeze(-2)
-    first = root(lam) * ball.stacked_C * 2.0
-    # Row i is at most u + v, u² = Σ_l first_l² Var(s'_l), v² = third² Σ_l Var(s'_l); with any t > 0,
+    a, sigma, eta = ball.a, ball.score_spread, ball.query_spread
+    third, D = ball.third_spread, ball.value_reach.amax(-1).amax(-2)
+    first2 = ball.softmax_norm * (ball.stacked_C * ball.stacked_C) * 4.0
+    # Row i is at most u + v, u² = Σ_l first_l² Var(s'_l), v = third · (third moments)^½; with any t > 0,
     # (u + v)² <= (1 + t) u² + (1 + 1/t) v². This t is best where the heads agree.
-    a = ball.a
-    best = a.number(third) / a.number(first).amax(-2, keepdim=True)
-    t = a.lift(best.nan_to_num(nan=1.0).clamp(1e-6, 1e6))
-    rho2 = first.square() * (t + 1.0) + third.square() + third.square() / t
-    every = ball.score_movement(rho2.unsqueeze(-1) * ball.q)
+    best = a.number(third).square() / (a.number(sigma) * a.number(first2).amax(-2).sqrt())
+    t = a.lift(best.nan_to_num(nan=1.0).clamp(1e-6, 1e6)).unsqueeze(-2)
+    cubic = third.square().unsqueeze(-2)
+    weights = (first2 * (t + 1.0)).unsqueeze(-1) * ball.q + (cubic + cubic / t).unsqueeze(-1) * ball.third_weights
     damped = ball.damping * ball.value_spread
-    every = every + damped.amax(-1) * ball.joint_A * 2.0
+    every = ball.score_movement(weights) + damped.amax(-1) * ball.joint_A * 2.0
     # All tokens alike: g does not vary, so both covariances vanish; s' varies through the query alone, by w/√n.
-    common = root((D * eta.square()).square().sum(-1)) / n
+    common = root((D * eta.square()).square().sum(-1)) / D.shape[-1]
     mixed = _rms(ball.damping * eta) * ball.stacked_C + _rms(damped) * ball.rows_A
-    return Curvature(every, common, mixed + _rms(D * eta * sigma))
+    return Curvature(every, common, mixed + _rms(root(D) * eta * third.minimum(root(D) * sigma)))
 
 
 def _rms(rows: Array) -> Array:
@@ -66,17 +64,21 @@ def _rms(rows: Array) -> Array:
 
 
 def nodes_for(radii: Tensor) -> Tensor:
-    """(r) where the curvature is evaluated, for the given radii; radii share their nodes."""
-    each = max(3, math.ceil(_NODES / len(radii)))
+    """(r) where the curvature is evaluated: every radius, and points between it and the one before."""
+    ends = torch.unique(radii)
+    starts = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]]).unsqueeze(-1)
+    each = max(3, math.ceil(_NODES / len(ends)))
     steps = torch.arange(1, each + 1, dtype=torch.float64, device=radii.device) / each
-    nodes: Tensor = torch.unique(radii.unsqueeze(-1) * steps)
-    return nodes
+    nodes = starts + (ends.unsqueeze(-1) - starts) * steps
+    nodes[:, -1] = ends
+    unique: Tensor = torch.unique(nodes)
+    return unique
 
 
 def integrate(a: Arithmetic[Array], values: Array, nodes: Tensor, radii: Tensor) -> Array:
-    """(b…, e) a bound of ∫_0^ε (ε - r) f(r) dr for non-decreasing f with values (r, b…) at the nodes (r).
+    """(b…, e) a bound of ∫_0^ε (ε - r) f(r) dr, for values (r, b…) at the nodes (r) that bound f up to there.
 
-    On each interval f is at most its value at the right end; the interval that holds ε is cut there.
+    The interval that holds ε is cut there.
     """
     ends = torch.minimum(nodes.unsqueeze(-1), radii)
     starts = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
@@ -161,7 +163,7 @@ def _widths(nodes: Tensor, radii: Tensor) -> Tensor:
 
 
 def _running(a: Arithmetic[Array], values: Array, nodes: Tensor) -> Array:
-    """(r, b…) a bound of ∫_0^r f at each node, for non-decreasing f with values (r, b…) at the nodes."""
+    """(r, b…) a bound of ∫_0^r f at each node, for values (r, b…) at the nodes that bound f up to there."""
     return (values.movedim(0, -1) @ a.lift(_widths(nodes, nodes))).movedim(-1, 0)
 
 
@@ -179,6 +181,6 @@ def _direct_gain(ball: OverBall[Array], layer: AttentionLayer, x: Tensor) -> Arr
 def _saturated(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Array:
     """(b…, e) ε ζ and the farthest that the attention outputs can go, however the probabilities change."""
     ball = OverBall(a, layer, x, a.lift(torch.zeros(1, dtype=torch.float64, device=x.device)))
-    reach = ball.value_reach_of_heads[0].unsqueeze(-1) + ball.norm_C.unsqueeze(-1).unsqueeze(-1) * eps * ROOT2
+    reach = ball.value_distance.amax(-1).unsqueeze(-1) + ball.norm_C.unsqueeze(-1).unsqueeze(-1) * eps * ROOT2
     zeta = a.once("zeta", lambda: a.norm(ValueOperator(layer, x)))
     return zeta.unsqueeze(-1) * eps + root(reach.sum(-3).square().sum(-2))

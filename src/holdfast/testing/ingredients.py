@@ -75,11 +75,16 @@ class Situation(Generic[Array]):
         unit = lift(u, rows)
         return self.deviation(unit @ rows.mT, probabilities) / root(unit.square().sum(-1)).squeeze(-2)
 
-    def reach(self, f: Array) -> Array:
-        """(…, n) the largest |f| over allowed keys and heads, for f (…, h, n, n)."""
-        allowed = self.layer.allowed(f.shape[-1])
-        size = f if allowed is None else f.masked_fill(~allowed.unsqueeze(-3), 0.0)
-        return size.amax((-3, -1))
+    @cached_property
+    def reach(self) -> Array:
+        """(…, h, n, n) ‖C_lᵀ(z_j - ȳ_i)‖, 0 where masked."""
+        off = self.v.unsqueeze(-3) - (self.p @ self.v).unsqueeze(-2)
+        distance, allowed = root(off.square().sum(-1)), self.layer.allowed(off.shape[-2])
+        return distance if allowed is None else distance.masked_fill(~allowed.unsqueeze(-3), 0.0)
+
+    def third(self, f: Array) -> Array:
+        """(…, n) (Σ_lj p_lij ‖C_lᵀ(z_j - ȳ_i)‖ (f_lij - E f_li)²)^½."""
+        return root((self.p * self.reach * self.centred(f).square()).sum(-1).sum(-2))
 
     # -- derivatives at Z
 
@@ -158,12 +163,6 @@ def _softmax_norm(s: Situation[Array]) -> Array:
     return (s.p * s.centred(f).square()).sum(-1) / f.square().sum(-1)
 
 
-def _reach_of_values(s: Situation[Array]) -> Array:
-    mean = s.p @ s.v
-    off = s.v.unsqueeze(-3) - mean.unsqueeze(-2)
-    return s.reach(root(off.square().sum(-1)))
-
-
 def _score_movement(s: Situation[Array]) -> Array:
     """(Σ_li Var(s'_li))^½."""
     return root(s.deviation(s.slope(s.g), s.p).square().sum(-1))
@@ -199,8 +198,13 @@ INGREDIENTS: tuple[Ingredient, ...] = (
         lambda s: s.spread(s.key @ s.w.w_q.mT * s.layer.scale, s.p),
     ),
     Ingredient("score_spread", lambda c: c.ball.score_spread, lambda s: s.deviation(s.slope(s.g), s.p)),
-    Ingredient("value_reach", lambda c: c.ball.value_reach, _reach_of_values),
-    Ingredient("score_reach", lambda c: c.ball.score_reach, lambda s: s.reach(s.centred(s.slope(s.g)).abs())),
+    Ingredient("value_reach", lambda c: c.ball.value_reach, lambda s: s.reach),
+    Ingredient("third_spread", lambda c: c.ball.third_spread, lambda s: s.third(s.slope(s.g))),
+    Ingredient(
+        "third moments of all scores",
+        lambda c: c.ball.score_movement(Ball.exact(c.ball.third_weights)),
+        lambda s: root(s.third(s.slope(s.g)).square().sum(-1)),
+    ),
     Ingredient("score_movement", lambda c: c.ball.score_movement(Ball.exact(c.ball.q)), _score_movement),
     Ingredient("joint_A", lambda c: c.ball.joint_A, _bilinear),
     Ingredient("direct_gain", lambda c: _direct_gain(c.ball, c.layer, c.x), lambda s: frobenius(s.first(s.g))),

@@ -1,0 +1,67 @@
+"""Lemma 4 of docs/math/second-order.md: the weights of third moments, against the exact matrices."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from holdfast.attention import AttentionLayer
+from holdfast.bounds.arithmetic import Numerical, Proved
+from holdfast.bounds.over_ball import OverBall, _covered_norm
+from holdfast.testing import gaussian_case
+
+AT_X = torch.zeros(1, dtype=torch.float64)
+
+
+def centred(weights: Tensor) -> Tensor:
+    """The matrix of f ↦ min over c of Σ_j w_j (f_j - c)²."""
+    total = weights.sum(-1)[..., None, None]
+    return torch.diag_embed(weights) - weights.unsqueeze(-1) * weights.unsqueeze(-2) / total
+
+
+def third_moment(p: Tensor, D: Tensor) -> Tensor:
+    """The matrix of f ↦ Σ_j p_j D_j (f_j - E_p f)²."""
+    off = torch.eye(p.shape[-1], dtype=p.dtype) - p.unsqueeze(-2).expand(*p.shape, p.shape[-1])
+    return off.mT @ torch.diag_embed(p * D) @ off
+
+
+def excess(w: Tensor, p: Tensor, D: Tensor) -> Tensor:
+    """The largest eigenvalue of the third moment less its bound, relative to the largest weight."""
+    return torch.linalg.eigvalsh(third_moment(p, D) - centred(w)).amax(-1) / w.amax(-1)
+
+
+@pytest.mark.parametrize("row", [0.3, 3.0, 30.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_weights_cover_third_moments(seed: int, row: float) -> None:
+    case = gaussian_case(seed, n=9, d=6, h=3, norm=2.0, row=row)
+    for a in (Numerical(), Proved()):
+        ball = OverBall(a, case.layer, case.x, a.lift(AT_X))
+        w, D, p = ball.third_weights[0], a.number(ball.value_reach[0]), a.number(ball.f.p)
+        assert bool((excess(w, p, D) < 1e-12).all())
+
+
+def test_some_weights_are_below_those_of_the_largest_distance() -> None:
+    a = Numerical()
+    case = gaussian_case(0, n=9, d=6, h=3, norm=2.0, row=3.0)
+    ball = OverBall(a, case.layer, case.x, AT_X)
+    largest = ball.q * ball.value_reach.amax(-1, keepdim=True)
+    assert bool((ball.third_weights <= largest * (1 + 1e-9) + 1e-300).any())
+    assert float((ball.third_weights / largest).amin()) < 0.9
+
+
+def test_weights_one_percent_smaller_would_not_cover() -> None:
+    """Two tokens that share the attention evenly: here the weights are attained."""
+    a = Numerical()
+    case = gaussian_case(1, n=2, d=3, h=1, norm=2.0, row=1.0)
+    old = case.layer
+    layer = AttentionLayer(torch.zeros_like(old.w_q), old.w_k, old.w_v, old.w_o)
+    ball = OverBall(a, layer, case.x, AT_X)
+    w, D, p = ball.third_weights[0], ball.value_reach[0], ball.f.p
+    assert float(excess(w, p, D).amax()) == pytest.approx(0, abs=1e-12)
+    assert float(excess(0.99 * w, p, D).amin()) > 0.009
+
+
+def test_a_row_on_one_key_keeps_its_small_norm() -> None:
+    """The largest probability must not be rounded up: the norm falls as it grows."""
+    a, tail = Proved(), 5e-21
+    weights = torch.tensor([1.0, tail], dtype=torch.float64)
+    assert float(_covered_norm(a, weights).upper) >= 2 * tail
