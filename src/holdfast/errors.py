@@ -28,6 +28,10 @@ class NotApplicableError(HoldfastError):
     """A method has no proof for this layer; the message says which assumption fails."""
 
 
+class UnsupportedAttentionError(HoldfastError):
+    """Some attention of a model is not what an `AttentionLayer` can stand for; the message names the module and why."""
+
+
 class MemoryLimitError(HoldfastError):
     """A computation would need more memory than it may use; nothing has been allocated."""
 

@@ -2,5 +2,6 @@
 
 from holdfast.attention.jacobian import AttentionJacobian, ScoreOperator, ValueOperator, fold, score_operator
 from holdfast.attention.layer import AttentionLayer
+from holdfast.attention.rotary import Rotary
 
-__all__ = ["AttentionJacobian", "AttentionLayer", "ScoreOperator", "ValueOperator", "fold", "score_operator"]
+__all__ = ["AttentionJacobian", "AttentionLayer", "Rotary", "ScoreOperator", "ValueOperator", "fold", "score_operator"]

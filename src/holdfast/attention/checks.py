@@ -86,6 +86,29 @@ def options(layer: AttentionLayer) -> None:
         )
 
 
+def score_terms(layer: AttentionLayer) -> None:
+    """Rotary positions and a score bias of the layer's dtype, device and sizes."""
+    rotary, bias = layer.rotary, layer.score_bias
+    terms = {} if rotary is None else {"rotary cos": rotary.cos, "rotary sin": rotary.sin}
+    for name, t in (terms if bias is None else terms | {"score_bias": bias}).items():
+        if not isinstance(t, Tensor) or t.dtype != layer.dtype or t.device != layer.device:
+            found = f"{t.dtype} on {t.device}" if isinstance(t, Tensor) else type(t).__name__
+            raise InputError(f"{name} is {found}; expected a tensor of {layer.dtype} on {layer.device}, as the weights")
+        finite(t, name)
+    if rotary is not None and rotary.r > layer.k:
+        raise InputError(f"rotary turns {rotary.r} entries of a head, and a head has {layer.k}")
+    if bias is not None and (
+        bias.ndim < 2 or bias.shape[-1] != bias.shape[-2] or (bias.ndim > 2 and bias.shape[-3] not in (1, layer.h))
+    ):
+        raise InputError(
+            f"score_bias has shape {_shape(bias)}; expected (n, n), ({layer.h}, n, n) or (b, {layer.h}, n, n)"
+        )
+    tokens = {name: n for name, n, _ in _positional(layer)}
+    if len(set(tokens.values())) > 1:
+        found = ", ".join(f"{name} for {n}" for name, n in tokens.items())
+        raise InputError(f"the layer's parts are for different numbers of tokens: {found}")
+
+
 def input(layer: AttentionLayer, x: Tensor) -> None:
     """An input of the layer's width, with at least one token, finite, that fits the mask."""
     if not isinstance(x, Tensor):
@@ -97,14 +120,11 @@ def input(layer: AttentionLayer, x: Tensor) -> None:
     if x.device != layer.device:
         raise InputError(f"x is on {x.device} and the layer on {layer.device}; move one of them")
     finite(x, "x")
-    if layer.mask is None:
-        return
-    n = layer.mask.shape[-1]
-    if x.shape[-2] != n:
-        raise InputError(f"x has {x.shape[-2]} tokens and the mask is for {n}")
-    batch, masks = x.shape[:-2], layer.mask.shape[:-2]
-    if masks and (len(masks) > len(batch) or not _broadcasts(masks, batch)):
-        raise InputError(f"mask has batch shape {tuple(masks)} and x {tuple(batch)}; expected the same")
+    for name, n, batch in _positional(layer):
+        if x.shape[-2] != n:
+            raise InputError(f"x has {x.shape[-2]} tokens and the {name} is for {n}")
+        if batch and (len(batch) > x.ndim - 2 or not _broadcasts(batch, x.shape[:-2])):
+            raise InputError(f"{name} has batch shape {tuple(batch)} and x {tuple(x.shape[:-2])}; expected the same")
 
 
 def same_dtype(layer: AttentionLayer, x: Tensor) -> None:
@@ -133,6 +153,14 @@ def module(attention: nn.MultiheadAttention) -> None:
     for reason, found in reasons.items():
         if found:
             raise InputError(f"this nn.MultiheadAttention {reason}, which is not plain self-attention")
+
+
+def _positional(layer: AttentionLayer) -> list[tuple[str, int, torch.Size]]:
+    """What the layer holds for given tokens: its name, the number of tokens, and its batch."""
+    mask, rotary, bias = layer.mask, layer.rotary, layer.score_bias
+    held = [] if mask is None else [("mask", mask.shape[-1], mask.shape[:-2])]
+    held += [] if rotary is None else [("rotary", rotary.n, rotary.batch)]
+    return held + ([] if bias is None else [("score_bias", bias.shape[-1], bias.shape[:-3])])
 
 
 def _shape(t: Tensor) -> tuple[int, ...]:

@@ -5,7 +5,8 @@ to a term that is constant along the row and that softmax ignores, C = W^V W^O a
 
     J_ij = residual δ_ij I + Σ_l p_ij Cᵀ (I + (x_j - ȳ_i) a_iᵀ) + δ_ij Σ_l Cᵀ Cov_i(x) Aᵀ.
 
-Products with J need no such block: `mv` is the derivative of one pass, `rmv` its transpose.
+Products with J need no such block: `mv` is the derivative of one pass, `rmv` its transpose. With rotary positions
+a_i depends on j too (`dense_rows.py`), and so does what the key bias adds to the scores.
 """
 
 from __future__ import annotations
@@ -19,38 +20,53 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from holdfast.attention.dense_rows import PlainScores, TurnedScores, enclose_rows
 from holdfast.attention.layer import AttentionLayer, join_heads, merge_heads, project, split_heads
 from holdfast.attention.rows import Rows
+from holdfast.errors import NotApplicableError
 from holdfast.linalg.operator import AssembledOperator, Enclosure, Gram, ProvableOperator
 from holdfast.linalg.rounding import UNIT, Array, Ball, as_ball, frobenius_upper, gamma
 
-_CHUNK_DOUBLES = 2**23  # rows of a matrix are assembled in pieces of about this size
 _BLOCK = 64  # queries whose masked keys are skipped together
 
 
 @dataclass(frozen=True)
-class Folded(Generic[Array]):
-    """The layer at x with its maps folded together; biases that cancel in every derivative are left out.
+class FoldedValues(Generic[Array]):
+    """The layer at x with its value and output maps folded together; biases that cancel are left out.
 
     Attributes:
-        scores: (…,h,n,n) scores up to a constant along each row, -inf where masked.
         p: (…,h,n,n) probabilities.
         c: (h,d,d_out) C = W^V W^O.
         value_rows: (…,h,n,d_out) the tokens' values X C, also as `v`.
+    """
+
+    p: Array
+    c: Array
+    value_rows: Rows[Array]
+
+    @cached_property
+    def v(self) -> Array:
+        return self.value_rows.multiplied()
+
+    @cached_property
+    def y(self) -> Array:
+        """(…,h,n,d_out) P X C."""
+        return self.p @ self.v
+
+
+@dataclass(frozen=True)
+class Folded(FoldedValues[Array]):
+    """The layer at x with all its maps folded together; biases that cancel in every derivative are left out.
+
+    Attributes:
+        scores: (…,h,n,n) scores up to a constant along each row, -inf where masked.
         key_rows: (…,h,n,d) row i is a_i = ∂s_ij/∂x_j = Aᵀx_i + scale · W^K b^Q, also as `key`.
         query_rows: (…,h,n,d) row j is A x_j, which is ∂s_ij/∂x_i up to a constant along the row, also as `query`.
     """
 
     scores: Array
-    p: Array
-    c: Array
-    value_rows: Rows[Array]
     key_rows: Rows[Array]
     query_rows: Rows[Array]
-
-    @cached_property
-    def v(self) -> Array:
-        return self.value_rows.multiplied()
 
     @cached_property
     def key(self) -> Array:
@@ -60,27 +76,32 @@ class Folded(Generic[Array]):
     def query(self) -> Array:
         return self.query_rows.multiplied()
 
-    @cached_property
-    def y(self) -> Array:
-        """(…,h,n,d_out) P X C."""
-        return self.p @ self.v
-
 
 def fold(layer: AttentionLayer, x: Array) -> Folded[Array]:
     """Multiplies the maps of the layer out at x."""
+    if layer.rotary is not None:
+        raise NotApplicableError(
+            "with rotary positions the score map is not one matrix; use AttentionJacobian or local_lipschitz"
+        )
     w = layer.weights(x)
     q, k = project(x, w.w_q, w.b_q), project(x, w.w_k, None)
     # The key bias adds q_i · b_k to every score of row i, which softmax ignores.
-    scores = layer.masked(q @ k.mT * layer.scale)
-    p = scores.softmax(-1)
+    scores = layer.complete(q @ k.mT * layer.scale)
     return Folded(
-        scores,
-        p,
+        scores.softmax(-1),
         c=w.w_v @ w.w_o,
         value_rows=Rows(project(x, w.w_v, None), w.w_o),
+        scores=scores,
         key_rows=Rows(q * layer.scale, w.w_k.mT),
         query_rows=Rows(k * layer.scale, w.w_q.mT),
     )
+
+
+def _fold_values(layer: AttentionLayer, x: Array) -> FoldedValues[Array]:
+    if layer.rotary is None:
+        return fold(layer, x)
+    w = layer.weights(x)
+    return FoldedValues(layer.run(x).p, w.w_v @ w.w_o, Rows(project(x, w.w_v, None), w.w_o))
 
 
 @final
@@ -96,7 +117,7 @@ class AttentionJacobian(AssembledOperator):
         # The scale of the scores is carried by q and k, once.
         q, k = parts.q * layer.scale, parts.k * layer.scale
         maps = (w.w_q, w.w_k, w.w_v)
-        if x.ndim == 2 and len(x) < layer.k:
+        if x.ndim == 2 and len(x) < layer.k and layer.rotary is None:
             # Few tokens: dq meets nothing but the n keys, and dk the n queries, so these join the maps.
             maps = (w.w_q @ k.mT, w.w_k @ q.mT, w.w_v)
             q = k = torch.eye(len(x), dtype=x.dtype, device=x.device).expand_as(parts.p)
@@ -107,6 +128,8 @@ class AttentionJacobian(AssembledOperator):
 
     def mv(self, v: Float[Tensor, "*m n d"]) -> Float[Tensor, "*m n d_out"]:
         dq, dk, dv = (split_heads(v @ w, self._layer.h) for w in self._w_in)
+        if self._layer.rotary is not None:
+            dq, dk = self._layer.rotary.turn(dq), self._layer.rotary.turn(dk)
         left = torch.cat([dq, self._q.expand_as(dq)], -1)
         right = torch.cat([self._k.expand_as(dk), dk], -1)
         dy = torch.empty_like(dv)
@@ -130,6 +153,9 @@ class AttentionJacobian(AssembledOperator):
             dq[..., rows, :] = ds @ self._k[..., keys, :]
             dk[..., keys, :] += ds.mT @ self._q[..., rows, :]
             dv[..., keys, :] += p.mT @ dy_rows
+        if self._layer.rotary is not None:
+            for t in (dq, dk):
+                t.copy_(self._layer.rotary.turn_back(t))
         through_q, through_k, through_v = (t @ w.mT for t, w in zip(parts, self._w_in, strict=True))
         out = through_q + through_k + through_v
         return out + self._layer.residual * u if self._layer.residual else out
@@ -139,8 +165,12 @@ class AttentionJacobian(AssembledOperator):
         return AttentionJacobian(self._layer.part(self.batch, start, stop), x)
 
     def enclose(self) -> Enclosure:
-        f = fold(self._layer, Ball.exact(self._x))
-        return _enclose_rows(f, self._layer.residual, scores_move=True)
+        X = Ball.exact(self._x)
+        if self._layer.rotary is not None:
+            f, rotary = _fold_values(self._layer, X), self._layer.rotary
+            return enclose_rows(f, self._layer.residual, TurnedScores(self._layer, rotary, X))
+        folded = fold(self._layer, X)
+        return enclose_rows(folded, self._layer.residual, PlainScores(folded))
 
 
 def _blocks(allowed: Bool[Tensor, "*b n n"] | None, n: int) -> list[tuple[slice, slice]]:
@@ -180,8 +210,7 @@ class ValueOperator(AssembledOperator):
         return ValueOperator(self._layer.part(self.batch, start, stop), x)
 
     def enclose(self) -> Enclosure:
-        f = fold(self._layer, Ball.exact(self._x))
-        return _enclose_rows(f, self._layer.residual, scores_move=False)
+        return enclose_rows(_fold_values(self._layer, Ball.exact(self._x)), self._layer.residual, scores=None)
 
 
 @final
@@ -274,56 +303,3 @@ def _outer_sums(weights: Tensor, rows: Ball) -> Ball:
     d = rows.shape[-1]
     outer = (rows.unsqueeze(-1) * rows.unsqueeze(-2)).flatten(-2, -1)
     return (Ball.exact(weights) @ outer).reshape(*weights.shape[:-1], d, d)
-
-
-# -- rows of the dense matrices, in pieces that stay small
-
-
-def _value_rows(f: Folded[Ball], rows: slice) -> Ball:
-    """Σ_l p_ij C_l for the queries `rows`: (b, r, d_out, n, d)."""
-    h, d, d_out = f.c.shape
-    p = f.p[..., rows, :].movedim(-3, -1)
-    return (p @ f.c.reshape(h, d * d_out)).reshape(*p.shape[:-1], d, d_out).movedim(-1, -3)
-
-
-def _moved(f: Folded[Ball], rows: slice) -> Ball:
-    """p_ij Cᵀ(x_j - ȳ_i): (b, r, h, n, d_out)."""
-    deviation = f.v.unsqueeze(-3) - f.y[..., rows, :].unsqueeze(-2)
-    return (f.p[..., rows, :].unsqueeze(-1) * deviation).movedim(1, 2)
-
-
-def _key_rows(moved: Ball, f: Folded[Ball], rows: slice) -> Ball:
-    """Σ_l p_ij Cᵀ(x_j - ȳ_i) a_iᵀ: (b, r, d_out, n, d)."""
-    b, r, h, n, d_out = moved.shape
-    key = f.key[..., rows, :].movedim(-3, -2)
-    return (moved.reshape(b, r, h, n * d_out).mT @ key).reshape(b, r, n, d_out, -1).movedim(-2, -3)
-
-
-def _query_blocks(moved: Ball, f: Folded[Ball]) -> Ball:
-    """Σ_l Cᵀ Cov_i(x) Aᵀ, the part of the diagonal blocks that comes through the query: (b, r, d_out, d)."""
-    b, r, h, n, d_out = moved.shape
-    return moved.reshape(b, r, h * n, d_out).mT @ f.query.reshape(b, 1, h * n, -1)
-
-
-def _enclose_rows(f: Folded[Ball], residual: float, *, scores_move: bool) -> Enclosure:
-    """The matrix of the Jacobian, or of its part with the probabilities held fixed."""
-    b, h, n, _ = f.p.shape
-    _, d, d_out = f.c.shape
-    J = f.p.mid.new_empty(b, n, d_out, n, d)
-    squares = Ball.exact(J.new_zeros(b))
-    step = max(1, _CHUNK_DOUBLES // (b * n * d_out * max(d, h)))
-    for start in range(0, n, step):
-        rows = slice(start, min(start + step, n))
-        index = torch.arange(rows.stop - start, device=J.device)
-        block = _value_rows(f, rows)
-        own = Ball.exact(residual * torch.eye(d_out, d, dtype=torch.float64, device=J.device))
-        if scores_move:
-            moved = _moved(f, rows)
-            block = block + _key_rows(moved, f, rows)
-            own = own + _query_blocks(moved, f).movedim(1, 0)
-        own = block[:, index, :, index + start] + own
-        block.mid[:, index, :, index + start] = own.mid
-        block.rad[:, index, :, index + start] = own.rad
-        J[:, rows] = block.mid
-        squares = squares + Ball.exact(frobenius_upper(block.rad, (-4, -3, -2, -1))).square()
-    return Enclosure(J.reshape(b, n * d_out, n * d), squares.sqrt().upper)

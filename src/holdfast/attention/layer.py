@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from holdfast.attention import checks
+from holdfast.attention.rotary import Pairing, Rotary
 from holdfast.errors import InputError
 from holdfast.linalg.rounding import Array, lift
 from holdfast.storage import Pathlike, read_tensors, write_tensors
@@ -64,6 +65,8 @@ class AttentionLayer:
         residual: H = residual · I.
         mask: bool, True where a query (row) may attend to a key (column): (n, n) or (b…, n, n).
         causal: a query attends to no later key.
+        rotary: position-dependent maps R_i: the scores are then scale · (R_i q_i) · (R_j k_j).
+        score_bias: a constant added to the scores: (n, n), (h, n, n) or (b…, h, n, n).
 
     Example:
         >>> layer = AttentionLayer.from_module(torch.nn.MultiheadAttention(32, 4))
@@ -85,6 +88,8 @@ class AttentionLayer:
         residual: float = 0.0,
         mask: Bool[Tensor, "*b n n"] | None = None,
         causal: bool = False,
+        rotary: Rotary | None = None,
+        score_bias: Float[Tensor, "*bh n n"] | None = None,
     ) -> None:
         self.w_q, self.w_k, self.w_v, self.w_o = w_q, w_k, w_v, w_o
         self.b_q, self.b_k, self.b_v, self.b_o = b_q, b_k, b_v, b_o
@@ -92,7 +97,9 @@ class AttentionLayer:
         self.scale = 1 / math.sqrt(self.k) if scale is None else float(scale)
         self.residual = float(residual)
         self.mask, self.causal = mask, bool(causal)
+        self.rotary, self.score_bias = rotary, score_bias
         checks.options(self)
+        checks.score_terms(self)
 
     # -- sizes
 
@@ -128,6 +135,8 @@ class AttentionLayer:
         options = [f"residual={self.residual:g}"] if self.residual else []
         options += [f"mask={tuple(self.mask.shape)}"] if self.mask is not None else []
         options += ["causal=True"] if self.causal else []
+        options += [f"rotary={tuple(self.rotary.cos.shape)}"] if self.rotary is not None else []
+        options += [f"score_bias={tuple(self.score_bias.shape)}"] if self.score_bias is not None else []
         sizes = f"h={self.h}, g={self.g}, d={self.d}, k={self.k}, d_out={self.d_out}"
         return f"AttentionLayer({', '.join([sizes, str(self.dtype), *options])})"
 
@@ -149,15 +158,19 @@ class AttentionLayer:
         """One pass over x, with its parts kept; x may also be a ball."""
         w = self.weights(x)
         q, k, v = project(x, w.w_q, w.b_q), project(x, w.w_k, w.b_k), project(x, w.w_v, w.b_v)
+        if self.rotary is not None:
+            q, k = self.rotary.turn(q), self.rotary.turn(k)
         p = self.probabilities(q @ k.mT * self.scale)
         return ForwardPass(q, k, v, p, p @ v)
 
     def probabilities(self, scores: Array) -> Array:
-        """Softmax of scores (…, h, n, n) over the keys that the mask allows."""
-        return self.masked(scores).softmax(-1)
+        """Softmax of scale · QKᵀ (…, h, n, n), with the score bias, over the keys that the mask allows."""
+        return self.complete(scores).softmax(-1)
 
-    def masked(self, scores: Array) -> Array:
-        """Scores (…, h, n, n) with -inf where the mask forbids."""
+    def complete(self, scores: Array) -> Array:
+        """Scores scale · QKᵀ (…, h, n, n) with the score bias added, and -inf where the mask forbids."""
+        if self.score_bias is not None:
+            scores = scores + lift(self.score_bias, scores)
         allowed = self.allowed(scores.shape[-1])
         return scores if allowed is None else scores.masked_fill(~allowed.unsqueeze(-3).to(scores.device), -math.inf)
 
@@ -191,7 +204,9 @@ class AttentionLayer:
         """The same layer with another dtype or on another device."""
         tensors = {name: t.to(device=device, dtype=dtype) for name, t in self._tensors().items()}
         mask = None if self.mask is None else self.mask.to(device=device)
-        return AttentionLayer(**tensors, **self._options(), mask=mask)
+        rotary = None if self.rotary is None else self.rotary.to(dtype, device)
+        bias = None if self.score_bias is None else self.score_bias.to(device=device, dtype=dtype)
+        return AttentionLayer(**tensors, **self._options(), mask=mask, rotary=rotary, score_bias=bias)
 
     def double(self) -> AttentionLayer:
         """The same layer in float64: float32 weights are float64 weights, exactly."""
@@ -199,14 +214,16 @@ class AttentionLayer:
 
     def with_mask(self, mask: Bool[Tensor, "*b n n"] | None) -> AttentionLayer:
         """The same layer with another mask."""
-        return AttentionLayer(**self._tensors(), **self._options(), mask=mask)
+        terms: dict[str, Any] = {"rotary": self.rotary, "score_bias": self.score_bias}
+        return AttentionLayer(**self._tensors(), **self._options(), **terms, mask=mask)
 
     def part(self, batch: torch.Size, start: int, stop: int) -> AttentionLayer:
-        """The layer for members `start` to `stop` of a flattened batch of inputs: a mask per input is cut to them."""
-        if self.mask is None or self.mask.ndim == 2:
+        """The layer for members `start` to `stop` of a flattened batch of inputs: what each has is cut to them."""
+        mask, bias = _cut(self.mask, 2, batch, start, stop), _cut(self.score_bias, 3, batch, start, stop)
+        rotary = None if self.rotary is None else self.rotary.part(batch, start, stop)
+        if mask is self.mask and rotary is self.rotary and bias is self.score_bias:
             return self
-        mask = self.mask.expand(*batch, *self.mask.shape[-2:]).flatten(0, -3)
-        return self.with_mask(mask[start:stop])
+        return AttentionLayer(**self._tensors(), **self._options(), mask=mask, rotary=rotary, score_bias=bias)
 
     @classmethod
     def from_module(
@@ -251,8 +268,14 @@ class AttentionLayer:
             "residual": torch.tensor(self.residual, dtype=torch.float64),
             "causal": torch.tensor(self.causal),
         }
-        mask = {} if self.mask is None else {"mask": self.mask}
-        write_tensors(path, self._tensors() | options | mask)
+        if self.mask is not None:
+            options["mask"] = self.mask
+        if self.score_bias is not None:
+            options["score_bias"] = self.score_bias
+        if self.rotary is not None:
+            options |= {"rotary_cos": self.rotary.cos, "rotary_sin": self.rotary.sin}
+            options["rotary_interleaved"] = torch.tensor(self.rotary.pairing == "interleaved")
+        write_tensors(path, self._tensors() | options)
 
     @classmethod
     def load(cls, path: Pathlike) -> AttentionLayer:
@@ -268,20 +291,33 @@ class AttentionLayer:
                 f"{source}: no tensor named {', '.join(missing)}; found {', '.join(sorted(tensors)) or 'nothing'}; "
                 "a layer needs w_q, w_k, w_v, w_o"
             )
-        named = {name: tensors[name] for name in (*_NAMES, "mask") if name in tensors}
-        options = {}
-        for name in ("scale", "residual", "causal"):
+        named: dict[str, Any] = {name: tensors[name] for name in (*_NAMES, "mask", "score_bias") if name in tensors}
+        options: dict[str, Any] = {}
+        for name in ("scale", "residual", "causal", "rotary_interleaved"):
             if name in tensors:
                 if tensors[name].numel() != 1:
                     raise InputError(f"{source}: {name} has shape {tuple(tensors[name].shape)}; expected one number")
                 options[name] = tensors[name].item()
-        return cls(**named, **options)  # type: ignore[arg-type]
+        interleaved = options.pop("rotary_interleaved", False)
+        if ("rotary_cos" in tensors) != ("rotary_sin" in tensors):
+            raise InputError(f"{source}: one of rotary_cos and rotary_sin is missing; rotary positions need both")
+        if "rotary_cos" in tensors:
+            pairing: Pairing = "interleaved" if interleaved else "half"
+            named["rotary"] = Rotary(tensors["rotary_cos"], tensors["rotary_sin"], pairing)
+        return cls(**named, **options)
 
     def _tensors(self) -> dict[str, Any]:
         return {name: t for name in _NAMES if (t := getattr(self, name)) is not None}
 
     def _options(self) -> dict[str, Any]:
         return {"scale": self.scale, "residual": self.residual, "causal": self.causal}
+
+
+def _cut(t: Tensor | None, own: int, batch: torch.Size, start: int, stop: int) -> Tensor | None:
+    """Members `start` to `stop` of a tensor (b…, own…) over a flattened batch, or the tensor itself without b."""
+    if t is None or t.ndim <= own:
+        return t
+    return t.expand(*batch, *t.shape[-own:]).flatten(0, -own - 1)[start:stop]
 
 
 def project(x: Array, w: Array, b: Array | None) -> Array:

@@ -106,7 +106,9 @@ class AssembledOperator(ProvableOperator):
         J, e = enclosure.matrix, enclosure.error
         if J.shape[-2] > J.shape[-1]:
             J = J.mT
-        scale = power_of_two(J, (-2, -1))
+        # The error may be larger than the matrix, where that nearly vanishes.
+        largest = torch.maximum(J.abs().amax((-2, -1), keepdim=True), e[..., None, None])
+        scale = power_of_two(largest, (-2, -1))
         J = J / scale
         scale = scale.squeeze((-2, -1))
         norm = Ball.exact(frobenius_upper(J))

@@ -15,7 +15,8 @@ from holdfast.attention import AttentionLayer
 if TYPE_CHECKING:
     import pytest
 
-_ARGUMENTS = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o", "scale", "residual", "mask", "causal")
+_WEIGHTS = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o")
+_ARGUMENTS = (*_WEIGHTS, "scale", "residual", "mask", "causal", "rotary", "score_bias")
 _BATCH = 2
 _TYPICAL = ("wide output", "peaked attention", "more tokens than width", "fewer tokens, masked", "everything")
 
@@ -115,7 +116,7 @@ def make_case(
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     g, d_out = g or h, d_out or d
-    weights = {"w_q": normal(h, d, k) * sharpness, "w_k": normal(g, d, k), "w_v": normal(g, d, k)}
+    weights: dict[str, Any] = {"w_q": normal(h, d, k) * sharpness, "w_k": normal(g, d, k), "w_v": normal(g, d, k)}
     weights["w_o"] = normal(h, k, d_out) / (h * k) ** 0.5
     if biases:
         weights |= {"b_q": normal(h, k), "b_k": normal(g, k), "b_v": normal(g, k), "b_o": normal(d_out)}

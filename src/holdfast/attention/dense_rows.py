@@ -1,0 +1,112 @@
+"""Rows of the Jacobian's matrix, enclosed, in pieces that stay small; letters as in `jacobian.py`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from holdfast.attention.layer import AttentionLayer
+from holdfast.attention.rotary import Rotary
+from holdfast.linalg.operator import Enclosure
+from holdfast.linalg.rounding import Ball, frobenius_upper
+
+if TYPE_CHECKING:
+    from holdfast.attention.jacobian import Folded, FoldedValues
+
+_CHUNK_DOUBLES = 2**23  # rows of a matrix are assembled in pieces of about this size
+
+
+class ScoreRows(ABC):
+    """What the movement of the scores adds to the rows of the matrix.
+
+    `moved` is p_ij Cᵀ(x_j - ȳ_i) for the queries `rows`: (b, r, h, n, d_out).
+    """
+
+    @abstractmethod
+    def key_rows(self, moved: Ball, rows: slice) -> Ball:
+        """Σ_l p_ij Cᵀ(x_j - ȳ_i) (∂s_ij/∂x_j)ᵀ: (b, r, d_out, n, d)."""
+
+    @abstractmethod
+    def query_blocks(self, moved: Ball, rows: slice) -> Ball:
+        """Σ_l Σ_j p_ij Cᵀ(x_j - ȳ_i) (∂s_ij/∂x_i)ᵀ, a part of the diagonal blocks: (b, r, d_out, d)."""
+
+
+@final
+class PlainScores(ScoreRows):
+    """Without rotary positions: ∂s_ij/∂x_j = a_i for all j, and ∂s_ij/∂x_i = A x_j for all i."""
+
+    def __init__(self, f: Folded[Ball]) -> None:
+        self._f = f
+
+    def key_rows(self, moved: Ball, rows: slice) -> Ball:
+        b, r, h, n, d_out = moved.shape
+        key = self._f.key[..., rows, :].movedim(-3, -2)
+        return (moved.reshape(b, r, h, n * d_out).mT @ key).reshape(b, r, n, d_out, -1).movedim(-2, -3)
+
+    def query_blocks(self, moved: Ball, rows: slice) -> Ball:
+        b, r, h, n, d_out = moved.shape
+        return moved.reshape(b, r, h * n, d_out).mT @ self._f.query.reshape(b, 1, h * n, -1)
+
+
+@final
+class TurnedScores(ScoreRows):
+    """With rotary positions: s_ij = scale · q̂_i · k̂_j, q̂_i = R_i q_i, k̂_j = R_j k_j, the key bias included.
+
+    ∂s_ij/∂x_j = scale · W^K R_jᵀ q̂_i and ∂s_ij/∂x_i = scale · W^Q R_iᵀ k̂_j.
+    """
+
+    def __init__(self, layer: AttentionLayer, rotary: Rotary, x: Ball) -> None:
+        parts, self._w, self._rotary = layer.run(x), layer.weights(x), rotary
+        self._q, self._k = parts.q * layer.scale, parts.k * layer.scale
+
+    def key_rows(self, moved: Ball, rows: slice) -> Ball:
+        b, r, h, n, _ = moved.shape
+        q = self._q[..., rows, :].movedim(-3, -2).reshape(b, r, h, 1, -1).expand(b, r, h, n, self._q.shape[-1])
+        back = self._rotary.turn_back(q.movedim(1, 0)).movedim(0, 1)
+        key = (back @ self._w.w_k.mT).movedim(2, 3)
+        return (moved.movedim(2, 3).mT @ key).movedim(2, 3)
+
+    def query_blocks(self, moved: Ball, rows: slice) -> Ball:
+        b, r, h, _, d_out = moved.shape
+        summed = (moved.mT @ self._k.unsqueeze(1)).movedim(1, -2)  # (b, h, d_out, r, k)
+        turned = self._rotary.turn_back(summed.reshape(b, h * d_out, r, -1), rows)
+        return (turned.reshape(b, h, d_out * r, -1) @ self._w.w_q.mT).sum(1).reshape(b, d_out, r, -1).movedim(1, 2)
+
+
+def enclose_rows(f: FoldedValues[Ball], residual: float, scores: ScoreRows | None) -> Enclosure:
+    """The matrix of the Jacobian, or, without scores, of its part with the probabilities held fixed."""
+    b, h, n, _ = f.p.shape
+    _, d, d_out = f.c.shape
+    J = f.p.mid.new_empty(b, n, d_out, n, d)
+    squares = Ball.exact(J.new_zeros(b))
+    step = max(1, _CHUNK_DOUBLES // (b * n * max(d_out * d, h * d_out, h * d)))
+    for start in range(0, n, step):
+        rows = slice(start, min(start + step, n))
+        index = torch.arange(rows.stop - start, device=J.device)
+        block = _value_rows(f, rows)
+        own = Ball.exact(residual * torch.eye(d_out, d, dtype=torch.float64, device=J.device))
+        if scores is not None:
+            moved = _moved(f, rows)
+            block = block + scores.key_rows(moved, rows)
+            own = own + scores.query_blocks(moved, rows).movedim(1, 0)
+        own = block[:, index, :, index + start] + own
+        block.mid[:, index, :, index + start] = own.mid
+        block.rad[:, index, :, index + start] = own.rad
+        J[:, rows] = block.mid
+        squares = squares + Ball.exact(frobenius_upper(block.rad, (-4, -3, -2, -1))).square()
+    return Enclosure(J.reshape(b, n * d_out, n * d), squares.sqrt().upper)
+
+
+def _value_rows(f: FoldedValues[Ball], rows: slice) -> Ball:
+    """Σ_l p_ij C_l for the queries `rows`: (b, r, d_out, n, d)."""
+    h, d, d_out = f.c.shape
+    p = f.p[..., rows, :].movedim(-3, -1)
+    return (p @ f.c.reshape(h, d * d_out)).reshape(*p.shape[:-1], d, d_out).movedim(-1, -3)
+
+
+def _moved(f: FoldedValues[Ball], rows: slice) -> Ball:
+    """p_ij Cᵀ(x_j - ȳ_i): (b, r, h, n, d_out)."""
+    deviation = f.v.unsqueeze(-3) - f.y[..., rows, :].unsqueeze(-2)
+    return (f.p[..., rows, :].unsqueeze(-1) * deviation).movedim(1, 2)

@@ -1,0 +1,528 @@
+"""The tap sees what a model computes and changes nothing; traced layers are what the model's modules are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+
+import holdfast
+from holdfast import InputError, UnsupportedAttentionError, trace
+from holdfast.attention import AttentionJacobian
+from holdfast.linalg import FunctionJacobian
+from holdfast.models import demo_digits, load_digits_vit
+from holdfast.tracing import AttentionCall, Family, Tap, register_family
+from holdfast.tracing.eager import FORBIDDING
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+WORDS = SIZES | {"vocab_size": 50}
+ROTARY = WORDS | {"num_key_value_heads": 2}
+PIXELS = SIZES | {"image_size": 16, "patch_size": 4}
+T5 = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 50}
+
+#: class of the model, class of its configuration, and the configuration.
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "BERT": ("BertModel", "BertConfig", WORDS),
+    "RoBERTa": ("RobertaModel", "RobertaConfig", WORDS),
+    "DistilBERT": (
+        "DistilBertModel",
+        "DistilBertConfig",
+        {"dim": 16, "n_layers": 2, "n_heads": 4, "hidden_dim": 32, "vocab_size": 50},
+    ),
+    "ALBERT": ("AlbertModel", "AlbertConfig", WORDS | {"embedding_size": 8}),
+    "GPT-2": (
+        "GPT2Model",
+        "GPT2Config",
+        {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 50, "scale_attn_by_inverse_layer_idx": True},
+    ),
+    "GPT-NeoX": (
+        "GPTNeoXModel",
+        "GPTNeoXConfig",
+        WORDS | {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}},
+    ),
+    "OPT": ("OPTModel", "OPTConfig", WORDS | {"ffn_dim": 32, "word_embed_proj_dim": 16}),
+    "Llama": ("LlamaModel", "LlamaConfig", ROTARY),
+    "Mistral": ("MistralModel", "MistralConfig", ROTARY | {"sliding_window": 3}),
+    "Qwen2": (
+        "Qwen2Model",
+        "Qwen2Config",
+        ROTARY | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    ),
+    "T5": ("T5EncoderModel", "T5Config", T5),
+    "ViT": ("ViTModel", "ViTConfig", PIXELS),
+    "DeiT": ("DeiTModel", "DeiTConfig", PIXELS),
+}
+IDS = torch.tensor([[5, 9, 12, 7, 30, 21, 8], [6, 11, 40, 22, 9, 3, 17]])
+PADDING = {"none": None, "right": torch.ones_like(IDS), "left": torch.ones_like(IDS)}
+PADDING["right"][1, 5:] = 0
+PADDING["left"][1, :2] = 0
+
+
+def build(transformers: ModuleType, name: str, implementation: str = "sdpa", **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model, config, sizes = MODELS[name]
+    made = getattr(transformers, config)(**sizes, **options, attn_implementation=implementation)
+    network: nn.Module = getattr(transformers, model)(made).eval()
+    with torch.no_grad():  # weights as initialised attend uniformly
+        for weight in network.parameters():
+            weight.mul_(4 if weight.ndim > 1 else 1).add_(0.1 * torch.randn_like(weight))
+    return network
+
+
+def words(padding: str = "none") -> dict[str, Tensor]:
+    mask = PADDING[padding]
+    return {"input_ids": IDS} | ({} if mask is None else {"attention_mask": mask})
+
+
+def calls_of(model: nn.Module, *args: Any, **kwargs: Any) -> list[AttentionCall]:
+    calls: list[AttentionCall] = []
+    with Tap(model, calls.append):
+        model(*args, **kwargs)
+    return calls
+
+
+def attend(call: AttentionCall) -> Tensor:
+    """What the kernel should have computed."""
+    key, value = (t.repeat_interleave(call.query.shape[1] // t.shape[1], 1) for t in (call.key, call.value))
+    scores = call.query @ key.mT * call.scale
+    if call.causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    if call.mask is not None:
+        scores = scores.masked_fill(~call.mask, -torch.inf) if call.mask.dtype == torch.bool else scores + call.mask
+    return scores.softmax(-1) @ value
+
+
+# -- the tap
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "Llama", "T5"])
+def test_calls_are_what_the_kernel_gets(transformers: ModuleType, name: str, implementation: str) -> None:
+    calls = calls_of(build(transformers, name, implementation), **words("right"))
+    assert len(calls) == 2
+    for call in calls:
+        assert call.query.shape == call.output.shape == (2, 4, 7, 4)
+        torch.testing.assert_close(attend(call), call.output)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+def test_multihead_attention_is_seen(weights: bool, padded: bool) -> None:
+    attention, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(3, 5, 8)
+    padding = torch.arange(5).expand(3, 5) > 3 if padded else None
+    [call] = calls_of(attention, x, x, x, need_weights=weights, key_padding_mask=padding)
+    assert call.query.shape == call.output.shape == (3, 2, 5, 4)
+    torch.testing.assert_close(attend(call), call.output)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_encoders_are_seen_and_their_fast_path_returns(training: bool) -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2)
+    assert torch.backends.mha.get_fastpath_enabled()
+    calls = calls_of(encoder.train(training), torch.randn(3, 5, 8))
+    assert [call.name for call in calls] == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_training_is_not_changed(transformers: ModuleType, implementation: str) -> None:
+    model = build(transformers, "BERT", implementation).train()  # with dropout
+    results = []
+    for tapped in (False, True):
+        model.zero_grad()
+        torch.manual_seed(1)
+        calls: list[AttentionCall] = []
+        if tapped:
+            with Tap(model, calls.append):
+                output = model(**words()).last_hidden_state
+        else:
+            output = model(**words()).last_hidden_state
+        drawn = torch.rand(3)
+        output.square().sum().backward()
+        gradients = [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+        results.append((output.detach(), drawn, *gradients))
+    assert all(torch.equal(plain, seen) for plain, seen in zip(*results, strict=True))
+    assert {call.dropout for call in calls} == {0.1}
+
+
+def test_a_penalty_on_what_is_seen_reaches_the_weights(transformers: ModuleType) -> None:
+    model = build(transformers, "GPT-2").train()
+    penalties = []
+    with Tap(model, lambda call: penalties.append((call.query @ call.key.mT).square().mean())):
+        model(**words())
+    sum(penalties).backward()
+    assert bool(model.h[1].attn.c_attn.weight.grad.abs().sum() > 0)
+
+
+def test_autocast_is_seen() -> None:
+    attention, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(3, 5, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        [call] = calls_of(attention, x, x, x, need_weights=False)
+    assert call.output.dtype == torch.bfloat16
+
+
+def test_nested_taps_each_see_their_own_model() -> None:
+    inner, outer = nn.MultiheadAttention(8, 2), nn.Sequential(nn.Linear(8, 8))
+    both = nn.ModuleDict({"one": inner, "two": nn.MultiheadAttention(8, 2)})
+    x, seen_inner, seen_both = torch.randn(3, 5, 8), [], []
+    with Tap(both, seen_both.append), Tap(inner, seen_inner.append):
+        both["one"](x, x, x)
+        both["two"](x, x, x)
+        outer(x)
+    assert [call.name for call in seen_both] == ["one", "two"]
+    assert [call.name for call in seen_inner] == [""]
+    assert seen_both[0].query.shape == (5, 2, 3, 4)
+
+
+def test_what_a_callback_computes_is_not_reported() -> None:
+    attention, x = nn.MultiheadAttention(8, 2), torch.randn(3, 5, 8)
+    seen: list[AttentionCall] = []
+    with Tap(attention, seen.append), Tap(attention, attend):  # type: ignore[arg-type]
+        attention(x, x, x)
+    assert len(seen) == 1
+
+
+def test_a_tap_can_be_entered_again() -> None:
+    attention, x, seen = nn.MultiheadAttention(8, 2), torch.randn(3, 5, 8), []
+    tap = Tap(attention, seen.append)
+    with tap, tap:
+        attention(x, x, x)
+    with tap:
+        attention(x, x, x)
+    assert len(seen) == 3
+
+
+def test_an_exception_leaves_nothing_behind() -> None:
+    attention, x = nn.MultiheadAttention(8, 2), torch.randn(3, 5, 8)
+
+    def fail(call: AttentionCall) -> None:
+        raise KeyError(call.name)
+
+    for _ in range(2):
+        with pytest.raises(KeyError), Tap(attention, fail):
+            attention(x, x, x)
+    assert _get_current_function_mode_stack() == []
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert not attention._forward_hooks
+    assert not attention._forward_pre_hooks
+    assert len(calls_of(attention, x, x, x)) == 1
+
+
+class Written(nn.Module):
+    """Attention that a model writes out itself."""
+
+    def __init__(self, scores: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scores = scores
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (m(x).reshape(3, 5, 2, 4).transpose(1, 2) for m in (self.q, self.k, self.v))
+        return self.scores(q, k).softmax(-1) @ v
+
+
+LOWER = torch.ones(5, 5, dtype=torch.bool).tril()
+BIAS = torch.randn(5, 5, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        lambda q, k: q @ k.mT / 2,
+        lambda q, k: torch.matmul(q, k.transpose(-1, -2)).mul_(0.3).add_(BIAS),
+        lambda q, k: (q @ k.mT + BIAS) * torch.tensor(0.3),
+        lambda q, k: (0.3 * (q @ k.mT)).masked_fill(~LOWER, FORBIDDING),
+        lambda q, k: torch.where(LOWER, q @ k.mT, torch.tensor(-1e30)) + BIAS,
+        lambda q, k: torch.where(~LOWER, torch.tensor(-1e30), q @ k.mT).masked_fill(BIAS > 1, -torch.inf),
+        lambda q, k: (BIAS + q @ k.mT).masked_fill(~LOWER, -torch.inf).float().contiguous(),
+    ],
+    ids=range(7),
+)
+def test_written_attention_is_recognised(scores: Callable[[Tensor, Tensor], Tensor]) -> None:
+    [call] = calls_of(Written(scores), torch.randn(3, 5, 8))
+    torch.testing.assert_close(attend(call), call.output)
+
+
+@pytest.mark.parametrize(
+    ("scores", "found"),
+    [
+        (lambda q, k: 3 * torch.tanh(q @ k.mT / 3), "soft cap"),
+        (lambda q, k: torch.einsum("bhik,bhjk->bhij", q, k), "einsum"),
+        (lambda q, k: q @ k.mT * BIAS, "'mul'"),
+        (lambda q, k: (q @ k.mT).masked_fill(~LOWER, -1.0), "'masked_fill'"),
+        (lambda q, k: (q @ k.mT).abs(), "'abs'"),
+        (lambda q, k: (q @ k.mT).softmax(-2), "'softmax'"),
+    ],
+)
+def test_written_attention_of_another_kind_is_refused(scores: Callable[[Tensor, Tensor], Tensor], found: str) -> None:
+    with pytest.raises(UnsupportedAttentionError, match=f"module '' applies .*{found}"):
+        calls_of(Written(scores), torch.randn(3, 5, 8))
+
+
+# -- traced layers
+
+
+@pytest.mark.parametrize("padding", ["none", "right", "left"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("ViT", "DeiT")])
+def test_text_models(transformers: ModuleType, name: str, implementation: str, padding: str) -> None:
+    layers = trace(build(transformers, name, implementation), words(padding))
+    assert len(layers) == 2
+    for found in layers:
+        assert found.x.shape == (2, 7, 16)
+        assert found.rebuild_error <= 2e-6
+        assert (found.layer.rotary is not None) == (name in ("GPT-NeoX", "Llama", "Mistral", "Qwen2"))
+        assert (found.layer.score_bias is not None) == (name == "T5")
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize(("name", "tokens"), [("ViT", 17), ("DeiT", 18)])
+def test_vision_models(transformers: ModuleType, name: str, tokens: int, implementation: str) -> None:
+    layers = trace(build(transformers, name, implementation), torch.randn(2, 3, 16, 16))
+    assert [tuple(found.x.shape) for found in layers] == [(2, tokens, 16)] * 2
+    assert max(found.rebuild_error for found in layers) <= 2e-6
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"])
+def test_timm_models(timm: ModuleType, name: str, fused: bool) -> None:
+    model = timm.create_model(name, depth=2, img_size=32).eval()
+    for block in model.blocks:
+        block.attn.fused_attn = fused
+    layers = trace(model, torch.randn(2, 3, 32, 32))
+    assert [found.name for found in layers] == ["blocks.0.attn", "blocks.1.attn"]
+    assert max(found.rebuild_error for found in layers) <= 2e-6
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_torch_encoders(training: bool) -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2)
+    x, padding = torch.randn(3, 5, 8), torch.arange(5).expand(3, 5) > 3
+    plain, padded = trace(encoder.train(training), x), trace(encoder, {"src": x, "src_key_padding_mask": padding})
+    assert plain[0].layer.mask is None
+    assert padded[0].layer.mask is not None
+    assert torch.equal(padded[0].layer.mask, ~padding[0].expand(5, 5))
+    causal = trace(encoder, {"src": x, "mask": nn.Transformer.generate_square_subsequent_mask(5), "is_causal": True})
+    assert causal[1].layer.causal
+    assert causal[1].layer.mask is None
+    assert torch.equal(plain[0].x, x)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("weights", [True, False])
+def test_multihead_attention(batch_first: bool, weights: bool) -> None:
+    attention, x = nn.MultiheadAttention(8, 2, batch_first=batch_first), torch.randn(3, 5, 8)
+    [found] = trace(attention, {"query": x, "key": x, "value": x, "need_weights": weights})
+    expected = attention(x, x, x)[0]
+    torch.testing.assert_close(found.layer(found.x), expected if batch_first else expected.transpose(0, 1))
+    [alone] = trace(attention, (x[0], x[0], x[0]))
+    assert alone.x.shape == (1, 5, 8)
+
+
+def test_our_own_model() -> None:
+    model, images = load_digits_vit(), demo_digits().images
+    layers = trace(model, images)
+    for (name, (_, x)), found in zip(model.attention_inputs(images).items(), layers, strict=True):
+        assert found.name == name
+        torch.testing.assert_close(found.x, x)
+
+
+def test_x_is_what_enters_the_maps_and_the_layer_is_the_module(transformers: ModuleType) -> None:
+    model = build(transformers, "BERT")
+    first = trace(model, words())[0]
+    torch.testing.assert_close(first.x, model.embeddings(IDS))
+    attention = model.encoder.layer[0].attention
+    with torch.no_grad():
+        expected = attention.output.dense(attention.self(first.x)[0])
+    torch.testing.assert_close(first.layer(first.x), expected)
+
+
+def test_layers_that_share_a_module_are_numbered(transformers: ModuleType) -> None:
+    names = [found.name for found in trace(build(transformers, "ALBERT"), words())]
+    assert [name[-2:] for name in names] == ["#1", "#2"]
+
+
+def test_weights_are_shared_not_copied(transformers: ModuleType) -> None:
+    model = build(transformers, "BERT")
+    layer = trace(model, words())[0].layer
+    assert layer.w_q.data_ptr() == model.encoder.layer[0].attention.self.query.weight.data_ptr()
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_jacobian_of_a_traced_layer_is_that_of_the_model(transformers: ModuleType, padding: str) -> None:
+    model = build(transformers, "Llama").double()
+    found = trace(model, words(padding))[1]
+    dense = AttentionJacobian(found.layer, found.x).dense()
+    torch.testing.assert_close(dense, FunctionJacobian(found.layer, found.x, batch_dims=1).dense())
+    attention, rotary = model.layers[1].self_attn, found.layer.rotary
+    assert rotary is not None
+
+    def module(x: Tensor) -> Tensor:
+        allowed = found.layer.allowed(7)
+        assert allowed is not None
+        mask = allowed.expand(2, 7, 7).unsqueeze(1)
+        positions = (rotary.cos.expand(2, -1, -1), rotary.sin.expand(2, -1, -1))
+        return attention(x, position_embeddings=positions, attention_mask=mask)[0]
+
+    torch.testing.assert_close(dense, FunctionJacobian(module, found.x, batch_dims=1).dense())
+    proved = holdfast.local_lipschitz(found.layer, found.x, side="upper").value
+    assert bool((torch.linalg.matrix_norm(dense, ord=2) <= proved).all())
+
+
+def test_padding_without_a_key_attends_to_itself(transformers: ModuleType) -> None:
+    layer = trace(build(transformers, "GPT-2"), words("left"))[0].layer
+    assert layer.mask is not None
+    assert layer.mask.any(-1).all()
+    assert torch.equal(layer.mask[0], torch.ones(7, 7, dtype=torch.bool).tril())
+    assert not layer.mask[1, 2:, :2].any()
+
+
+def test_sliding_windows_become_masks(transformers: ModuleType) -> None:
+    layer = trace(build(transformers, "Mistral"), words())[0].layer
+    distance = torch.arange(7)[:, None] - torch.arange(7)
+    assert layer.mask is not None
+    assert torch.equal(layer.mask, (distance >= 0) & (distance < 3))
+
+
+def test_relative_bias_becomes_the_score_bias(transformers: ModuleType) -> None:
+    model = build(transformers, "T5")
+    layer = trace(model, words())[1].layer
+    bias = model.encoder.block[0].layer[0].SelfAttention.compute_bias(7, 7)
+    torch.testing.assert_close(layer.score_bias, bias[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_other_dtypes(transformers: ModuleType, dtype: torch.dtype) -> None:
+    found = trace(build(transformers, "Llama").to(dtype), words())[0]
+    assert found.layer.dtype == (dtype if dtype == torch.float64 else torch.float32)
+    assert found.rebuild_error <= {torch.float64: 1e-14, torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype]
+
+
+def test_a_model_with_a_penalty_attached_can_be_traced(transformers: ModuleType) -> None:
+    model = build(transformers, "BERT")
+    with Tap(model, attend):  # type: ignore[arg-type]
+        assert len(trace(model, words())) == 2
+
+
+# -- what is refused, and how
+
+
+def refused(model: nn.Module, inputs: Any, message: str) -> None:
+    with pytest.raises(UnsupportedAttentionError, match=message):
+        trace(model, inputs)
+    assert _get_current_function_mode_stack() == []
+
+
+def test_query_key_norm_is_named(transformers: ModuleType, timm: ModuleType) -> None:
+    config = transformers.Qwen3Config(**ROTARY, head_dim=4)
+    refused(transformers.Qwen3Model(config).eval(), words(), r"'layers.0.self_attn' .* query-key norm \(q_norm, k_norm")
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32, qk_norm=True).eval()
+    refused(model, torch.randn(1, 3, 32, 32), r"'blocks.0.attn' .* query-key norm \(q_norm, k_norm\)")
+
+
+def test_soft_cap_is_named(transformers: ModuleType) -> None:
+    config = transformers.Gemma2Config(**ROTARY, head_dim=4, attn_implementation="eager")
+    refused(transformers.Gemma2Model(config).eval(), words(), r"'layers.0.self_attn' applies a soft cap \(tanh\)")
+
+
+def test_gate_is_named(timm: ModuleType) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32).eval()
+    model.blocks[0].attn = timm.layers.Attention(192, 3, qkv_bias=True, gated=True).eval()
+    refused(model, torch.randn(1, 3, 32, 32), r"'blocks.0.attn' .* found a gate or a norm there")
+
+
+def test_cross_attention_is_named(transformers: ModuleType) -> None:
+    inputs = words() | {"decoder_input_ids": IDS}
+    model = transformers.T5Model(transformers.T5Config(**T5)).eval()
+    refused(model, inputs, "'decoder.block.0.layer.1.EncDecAttention' .* is cross-attention")
+    x = torch.randn(3, 5, 8)
+    refused(nn.MultiheadAttention(8, 2), (x, x + 1, x + 1), "is cross-attention")
+
+
+def test_dropout_is_named(transformers: ModuleType) -> None:
+    refused(build(transformers, "BERT").train(), words(), r"attention.self' .* has dropout 0.1 .* call model.eval\(\)")
+
+
+def test_past_keys_are_named(transformers: ModuleType) -> None:
+    model = build(transformers, "GPT-2")
+    past = model(input_ids=IDS[:, :3], use_cache=True).past_key_values
+    inputs = {"input_ids": IDS[:, 3:], "past_key_values": past}
+    refused(model, inputs, r"'h.0.attn' .* from 4 queries to 7 keys where 4 tokens enter it: past keys")
+
+
+def test_added_tokens_are_named() -> None:
+    x = torch.randn(3, 5, 8)
+    refused(nn.MultiheadAttention(8, 2, add_bias_kv=True), (x, x, x), "to 4 keys where 3 tokens enter it")
+
+
+def test_heads_with_masks_of_their_own_are_named() -> None:
+    x, mask = torch.randn(3, 5, 8), torch.zeros(6, 5, 5, dtype=torch.bool)
+    mask[0, 1, 2] = True
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    refused(attention, {"query": x, "key": x, "value": x, "attn_mask": mask}, "masks each head in a way of its own")
+
+
+class Doubled(nn.MultiheadAttention):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output, weights = super().forward(*args, **kwargs)
+        return 2 * output, weights
+
+
+class Shifted(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
+
+
+def test_a_module_that_does_something_else_does_not_pass(transformers: ModuleType) -> None:
+    x = torch.randn(3, 5, 8)
+    refused(Doubled(8, 2), (x, x, x), r"relative error 5.0e-01, expected at most 1e-05.*the output map adds something")
+    model = build(transformers, "BERT")
+    model.encoder.layer[0].attention.self.value = Shifted(16, 16)
+    refused(model, words(), "its values are not a linear map of its input")
+
+
+def test_a_map_that_is_not_linear_is_named(transformers: ModuleType) -> None:
+    model = build(transformers, "BERT")
+    model.encoder.layer[1].attention.self.key = nn.Sequential(nn.Linear(16, 16))
+    refused(model, words(), "'encoder.layer.1.attention.self' has a Sequential for a linear map; expected nn.Linear")
+
+
+def test_unknown_families_are_named_and_can_be_described() -> None:
+    model, x = nn.Sequential(MyAttention()), torch.randn(3, 5, 8)
+    refused(model, x, "module '0' of class MyAttention attends, and no known family describes it")
+    register_family(Family("mine", __name__, ("MyAttention",), maps=("q", "k", "v"), out="o"))
+    [found] = trace(model, x)
+    torch.testing.assert_close(found.layer(x), model(x))
+
+
+class MyAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (m(x).reshape(3, 5, 2, 4).transpose(1, 2) for m in (self.q, self.k, self.v))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.o(attended.transpose(1, 2).flatten(-2))
+
+
+def test_a_class_of_a_known_name_without_its_maps_is_unknown(transformers: ModuleType) -> None:
+    model = build(transformers, "ViT")
+    model.layers[1].attention.o_proj = None
+    refused(model, torch.randn(1, 3, 16, 16), "module 'layers.1.attention' of class ViTAttention attends, and no known")
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    refused(nn.Linear(8, 2), torch.randn(3, 8), "Linear computed no dot-product attention")
+
+
+def test_inputs_that_the_model_does_not_take(transformers: ModuleType) -> None:
+    with pytest.raises(InputError, match=r"ViTModel does not take these inputs: .*image size \(8\*8\)"):
+        trace(build(transformers, "ViT"), torch.randn(1, 3, 8, 8))
+    with pytest.raises(InputError, match="BertModel does not take these inputs"):
+        trace(build(transformers, "BERT", max_position_embeddings=4), words())
