@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+import torch
 from torch import Tensor
 
-from holdfast import AttentionLayer, Bound, list_bounds
+from holdfast import AttentionLayer, Bound
 from holdfast.attacks import Attack, Objective, ProjectedAscent, objectives
 from holdfast.attention import AttentionJacobian, ScoreOperator, ValueOperator, fold, score_operator
+from holdfast.attention.covariances import ValueCovariance
 from holdfast.attention.mean_split import CommonPart, Coupling, OtherPart
+from holdfast.attention.measure import WeightedJacobian
 from holdfast.attention.moments import RowMoments, ScoreMoments
+from holdfast.attention.query_path import QueryBlocks
 from holdfast.bounds import bounds
 from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import Evaluation
@@ -69,6 +73,11 @@ class TestMixed(BoundConformance):
         return "mixed"
 
 
+class TestYudinBall(BoundConformance):
+    def name(self) -> str:
+        return "yudin-ball"
+
+
 class TestBest(BoundConformance):
     def name(self) -> str:
         return "best"
@@ -90,6 +99,16 @@ class TestValueOperator(ProvableConformance):
 class TestScoreOperator(ProvableConformance):
     def build(self, layer: AttentionLayer, x: Tensor) -> ScoreOperator:
         return score_operator(layer, x)
+
+
+class TestQueryBlocks(ProvableConformance):
+    def build(self, layer: AttentionLayer, x: Tensor) -> QueryBlocks:
+        return QueryBlocks.of(fold(layer, x), layer.residual)
+
+
+class TestWeightedJacobian(OperatorConformance):
+    def build(self, layer: AttentionLayer, x: Tensor) -> WeightedJacobian:
+        return WeightedJacobian(layer, x, 1 / torch.arange(1, x.shape[-2] + 1).to(x))
 
 
 class TestCommonPart(ProvableConformance):
@@ -123,6 +142,12 @@ class TestRowMomentsNotCentred(ProvableConformance):
     def build(self, layer: AttentionLayer, x: Tensor) -> RowMoments:
         f = fold(layer, x)
         return RowMoments(f.v, f.p, centred=False)
+
+
+class TestValueCovariance(ProvableConformance):
+    def build(self, layer: AttentionLayer, x: Tensor) -> ValueCovariance:
+        f = fold(layer, x)
+        return ValueCovariance(f.value_rows, f.p)
 
 
 class TestMatrixOperator(ProvableConformance):
@@ -200,7 +225,7 @@ def concrete(base: type[Kind]) -> set[type[Kind]]:
 
 
 def own_bounds() -> list[Bound]:
-    return [bound for bound in list_bounds() if type(bound).__module__.startswith("holdfast.")]
+    return [bound for bound in bounds.values() if type(bound).__module__.startswith("holdfast.")]
 
 
 def test_every_registered_bound_is_in_the_table() -> None:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from holdfast.errors import InputError
 
 
-def check_radii(eps: float | Sequence[float]) -> list[float]:
-    """Radii as floats; each must be finite and not negative."""
+def check_radii(eps: float | Sequence[float], name: str = "eps") -> list[float]:
+    """Radii as floats; each must be finite and not negative. `name` is the caller's word for them."""
     given = list(eps) if isinstance(eps, Sequence) and not isinstance(eps, str) else [eps]
     if not given:
-        raise InputError("eps is an empty sequence; expected at least one radius")
+        raise InputError(f"{name} is an empty sequence; expected at least one radius")
     for value in given:
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
-            raise InputError(f"eps is {value!r}; expected a finite number that is not negative")
+            raise InputError(f"{name} is {value!r}; expected a finite number that is not negative")
     return [float(value) for value in given]

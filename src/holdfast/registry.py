@@ -45,6 +45,10 @@ class Registry(Generic[T]):
         self._load_plugins()
         return iter(self._items)
 
+    def values(self) -> list[T]:
+        """Every registered object, in order."""
+        return [self._items[name] for name in self]
+
     def _load_plugins(self) -> None:
         if self._group is None:
             return

@@ -2,24 +2,63 @@
 
 # Methods are listed in the order in which they are registered here.
 # isort: off
-from holdfast.bounds.base import Bound, bounds, list_bounds, register_bound
+from holdfast.bounds.base import Bound, Method, bounds, register_bound
+from holdfast.bounds.lipschitz import (
+    BallBound,
+    LipschitzBound,
+    PointBound,
+    ball_bounds,
+    point_bounds,
+    register_lipschitz_bound,
+)
 from holdfast.bounds.lofast import Lofast, LofastXi, Naive
 from holdfast.bounds.covariance import Covariance, Plus
 from holdfast.bounds.second_order import Mixed, SecondOrder
-from holdfast.bounds.best import Best
+from holdfast.bounds.castin import CastinBall, CastinData, CastinMasked, CastinSharp
+from holdfast.bounds.mean_field import MeanField, MeanFieldMasked
+from holdfast.bounds.yudin import Yudin, YudinB2, YudinB3, YudinBall
+from holdfast.bounds.token_radius import layer_norm_radius, rms_norm_radius
+from holdfast.bounds.best import Best, BestAtPoint, BestOnBall
 # isort: on
 
+
+def list_bounds() -> list[Method]:
+    """Every registered bound; each has .name .side .scope .guarantees .cost .reference .assumptions."""
+    return [*bounds.values(), *point_bounds.values(), *ball_bounds.values()]
+
+
 __all__ = [
+    "BallBound",
     "Best",
+    "BestAtPoint",
+    "BestOnBall",
     "Bound",
+    "CastinBall",
+    "CastinData",
+    "CastinMasked",
+    "CastinSharp",
     "Covariance",
+    "LipschitzBound",
     "Lofast",
     "LofastXi",
+    "MeanField",
+    "MeanFieldMasked",
+    "Method",
     "Mixed",
     "Naive",
     "Plus",
+    "PointBound",
     "SecondOrder",
+    "Yudin",
+    "YudinB2",
+    "YudinB3",
+    "YudinBall",
+    "ball_bounds",
     "bounds",
+    "layer_norm_radius",
     "list_bounds",
+    "point_bounds",
     "register_bound",
+    "register_lipschitz_bound",
+    "rms_norm_radius",
 ]

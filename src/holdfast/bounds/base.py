@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar, final, get_args
+from typing import ClassVar, Generic, Literal, TypeVar, final, get_args
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from holdfast.results import BoundResult, Guarantee, Scope, Side
 NUMERICAL_SLACK = 1e-4
 
 
+ScoreTerm = Literal["rotary", "bias"]
+
+
 @dataclass(frozen=True)
 class Evaluation(Generic[Array]):
     """What a method computed: the bound (…, e) for e radii, and the named quantities it is made of."""
@@ -34,19 +37,51 @@ class Evaluation(Generic[Array]):
     notes: tuple[str, ...] = ()
 
 
-class Bound(ABC):
+class Method(ABC):
+    """What every registered bound says of itself."""
+
+    name: ClassVar[str]
+    side: ClassVar[Side] = "upper"
+    scope: ClassVar[Scope]
+    guarantees: ClassVar[tuple[Guarantee, ...]] = ("proved", "numerical")
+    cost: ClassVar[str]
+    reference: ClassVar[str]
+    assumptions: ClassVar[str] = "none"
+    score_terms: ClassVar[tuple[ScoreTerm, ...]] = ()  # terms of the scores for which there is a proof
+
+    @final
+    def refuse_score_terms(self, layer: AttentionLayer) -> str | None:
+        """Names a term of the scores, beyond QKᵀ, for which the bound has no proof."""
+        if layer.rotary is not None and "rotary" not in self.score_terms:
+            return "the layer has rotary positions, and the proof does not cover them"
+        if layer.score_bias is not None and "bias" not in self.score_terms:
+            return "the layer adds a bias to its scores, and the proof does not cover it"
+        return None
+
+    @classmethod
+    @final
+    def check_metadata(cls) -> None:
+        """Refuses a class whose metadata is not complete."""
+        missing = [field for field in ("name", "cost", "reference") if not isinstance(getattr(cls, field, None), str)]
+        if missing or not set(cls.guarantees) <= set(get_args(Guarantee)):
+            raise HoldfastError(f"{cls.__name__} lacks {', '.join(missing) or 'valid guarantees'}; see holdfast.Bound")
+
+    @final
+    def check_call(self, guarantee: Guarantee, refusal: str | None) -> None:
+        """Refuses a guarantee that is not offered, and a layer for which there is no proof."""
+        if guarantee not in self.guarantees:
+            raise InputError(f"guarantee is {guarantee!r}; {self.name} offers {' and '.join(self.guarantees)}")
+        if refusal is not None:
+            raise NotApplicableError(f"bound {self.name!r} does not apply: {refusal}")
+
+
+class Bound(Method):
     """An upper bound of ‖F(X') - F(X)‖_F over ‖X' - X‖_F <= eps.
 
     A method states its metadata and writes `_evaluate`.
     """
 
-    name: ClassVar[str]
-    side: ClassVar[Side] = "upper"
     scope: ClassVar[Scope] = "ball at x"
-    guarantees: ClassVar[tuple[Guarantee, ...]] = ("proved", "numerical")
-    cost: ClassVar[str]
-    reference: ClassVar[str]
-    assumptions: ClassVar[str] = "none"
 
     @abstractmethod
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
@@ -59,7 +94,7 @@ class Bound(ABC):
     @final
     def refusal(self, layer: AttentionLayer) -> str | None:
         """Why the bound does not apply to the layer, or None where it does."""
-        return self._refusal(layer)
+        return self.refuse_score_terms(layer) or self._refusal(layer)
 
     @final
     def __call__(
@@ -83,11 +118,7 @@ class Bound(ABC):
         began = time.perf_counter()
         checks.input(layer, x)
         radii = check_radii(eps)
-        if guarantee not in self.guarantees:
-            raise InputError(f"guarantee is {guarantee!r}; {self.name} offers {' and '.join(self.guarantees)}")
-        reason = self.refusal(layer)
-        if reason is not None:
-            raise NotApplicableError(f"bound {self.name!r} does not apply: {reason}")
+        self.check_call(guarantee, self.refusal(layer))
         layer, x = layer.double(), x.detach().double()
         with torch.no_grad():
             if guarantee == "proved":
@@ -142,13 +173,6 @@ B = TypeVar("B", bound=type[Bound])
 
 def register_bound(cls: B) -> B:
     """Class decorator that registers a bound under its `name`."""
-    missing = [field for field in ("name", "cost", "reference") if not isinstance(getattr(cls, field, None), str)]
-    if missing or not set(cls.guarantees) <= set(get_args(Guarantee)):
-        raise HoldfastError(f"{cls.__name__} lacks {', '.join(missing) or 'valid guarantees'}; see holdfast.Bound")
+    cls.check_metadata()
     bounds.add(cls.name)(cls())
     return cls
-
-
-def list_bounds() -> list[Bound]:
-    """Every registered bound; each has .name .side .scope .guarantees .cost .reference .assumptions."""
-    return [bounds[name] for name in bounds]

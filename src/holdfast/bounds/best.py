@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import ClassVar, final
 
 import torch
@@ -9,9 +11,39 @@ from torch import Tensor
 
 from holdfast.attention import AttentionLayer
 from holdfast.bounds.arithmetic import Arithmetic
-from holdfast.bounds.base import Bound, Evaluation, list_bounds, register_bound
+from holdfast.bounds.base import Bound, Evaluation, bounds, register_bound
+from holdfast.bounds.lipschitz import BallBound, PointBound, ball_bounds, point_bounds, register_lipschitz_bound
 from holdfast.errors import MemoryLimitError, NotApplicableError
 from holdfast.linalg import Array
+
+Candidate = tuple[str, str | None, Callable[[], Evaluation[Array]]]
+
+
+def smallest(a: Arithmetic[Array], candidates: Iterator[Candidate[Array]]) -> Evaluation[Array]:
+    """The minimum over bounds: each is its name, why it does not apply if so, and how to evaluate it.
+
+    `terms` holds each one's value, `notes` who won and who did not apply.
+    """
+    values: dict[str, Tensor] = {}
+    notes: list[str] = []
+    for name, reason, evaluate in candidates:
+        if reason is None:
+            try:
+                values[name] = a.number(evaluate().value).nan_to_num(nan=torch.inf, posinf=torch.inf)
+            except MemoryLimitError as error:
+                reason = str(error)
+        if reason is not None:
+            notes.append(f"{name} was left out: {reason}")
+    if not values:
+        raise NotApplicableError("no bound applies: " + "; ".join(notes))
+    least = torch.stack(list(values.values())).amin(0)
+    for name, value in values.items():
+        if count := int((value == least).sum()):
+            notes.append(f"{name} is smallest at {count} of {least.numel()} values")
+        if count := int(torch.isinf(value).sum()):
+            notes.append(f"{name} overflowed float64 at {count} of {least.numel()} values")
+    terms = {name: a.lift(value) for name, value in values.items() if bool(torch.isfinite(value).all())}
+    return Evaluation(a.lift(least), terms, tuple(notes))
 
 
 @final
@@ -20,6 +52,7 @@ class Best(Bound):
     """The minimum of the other bounds; `terms` holds each one's value, `notes` who won and who did not apply."""
 
     name = "best"
+    score_terms = ("bias",)
     cost = "that of all bounds together"
     reference: ClassVar[str] = "holdfast"
 
@@ -27,24 +60,51 @@ class Best(Bound):
         return None
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
-        values: dict[str, Tensor] = {}
-        notes: list[str] = []
-        for bound in list_bounds():
-            if bound.scope != self.scope or bound.name == self.name:
-                continue
-            reason = bound.refusal(layer)
-            if reason is None:
-                try:
-                    values[bound.name] = a.number(bound._evaluate(a, layer, x, eps).value)
-                except MemoryLimitError as error:
-                    reason = str(error)
-            if reason is not None:
-                notes.append(f"{bound.name} was left out: {reason}")
-        if not values:
-            raise NotApplicableError("no bound applies: " + "; ".join(notes))
-        smallest = torch.stack(list(values.values())).amin(0)
-        wins = {name: int((value == smallest).sum()) for name, value in values.items()}
-        for name, count in wins.items():
-            if count:
-                notes.append(f"{name} is smallest at {count} of {smallest.numel()} values")
-        return Evaluation(a.lift(smallest), {name: a.lift(v) for name, v in values.items()}, tuple(notes))
+        others = (each for each in bounds.values() if each is not self)
+        return smallest(
+            a, ((each.name, each.refusal(layer), partial(each._evaluate, a, layer, x, eps)) for each in others)
+        )
+
+
+@final
+@register_lipschitz_bound
+class BestAtPoint(PointBound):
+    """The minimum of the other bounds at a point; `terms` holds each one's value."""
+
+    name = "best"
+    score_terms = ("rotary", "bias")  # each bound speaks for itself
+    cost = "that of all bounds at a point together"
+    reference: ClassVar[str] = "holdfast"
+
+    def _refusal(self, layer: AttentionLayer) -> str | None:
+        return None
+
+    def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> Evaluation[Array]:
+        others = (each for each in point_bounds.values() if each is not self)
+        return smallest(a, ((each.name, each.refusal(layer), partial(each._evaluate, a, layer, x)) for each in others))
+
+
+@final
+@register_lipschitz_bound
+class BestOnBall(BallBound):
+    """The minimum of the other bounds on a ball around 0; `terms` holds each one's value."""
+
+    name = "best"
+    score_terms = ("rotary", "bias")
+    cost = "that of all bounds on a ball around 0 together"
+    reference: ClassVar[str] = "holdfast"
+
+    def _refusal(self, layer: AttentionLayer, p: float) -> str | None:
+        return None
+
+    def _evaluate(
+        self, a: Arithmetic[Array], layer: AttentionLayer, radius: Array, tokens: int, p: float
+    ) -> Evaluation[Array]:
+        others = (each for each in ball_bounds.values() if each is not self)
+        return smallest(
+            a,
+            (
+                (each.name, each.refusal(layer, p), partial(each._evaluate, a, layer, radius, tokens, p))
+                for each in others
+            ),
+        )

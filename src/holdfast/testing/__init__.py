@@ -12,13 +12,16 @@ Each class writes at most two methods. The tests run under pytest, once for ever
 from holdfast.testing.attacks import AttackConformance
 from holdfast.testing.bounds import BoundConformance
 from holdfast.testing.layers import Case, cases, changed, gaussian_case, make_case, random_case
+from holdfast.testing.lipschitz import BallBoundConformance, PointBoundConformance
 from holdfast.testing.operators import OperatorConformance, ProvableConformance
 
 __all__ = [
     "AttackConformance",
+    "BallBoundConformance",
     "BoundConformance",
     "Case",
     "OperatorConformance",
+    "PointBoundConformance",
     "ProvableConformance",
     "cases",
     "changed",

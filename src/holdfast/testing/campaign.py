@@ -18,7 +18,8 @@ from torch import Tensor
 
 from holdfast.api import attack
 from holdfast.attention import AttentionLayer
-from holdfast.bounds import Bound, list_bounds
+from holdfast.bounds import Bound
+from holdfast.bounds import bounds as registry
 from holdfast.bounds.arithmetic import Proved
 from holdfast.bounds.base import NUMERICAL_SLACK
 from holdfast.bounds.over_ball import OverBall
@@ -162,10 +163,9 @@ class _Examination:
         began = time.perf_counter()
         attained = self._guarded("attack", self._attained)
         if attained is not None:
-            for bound in list_bounds():
-                if bound.scope == "ball at x":
-                    for guarantee in bound.guarantees:
-                        self._bound(bound, guarantee, attained)
+            for bound in registry.values():
+                for guarantee in bound.guarantees:
+                    self._bound(bound, guarantee, attained)
         self._guarded("ingredients", self._ingredients)
         self._report.seconds = time.perf_counter() - began
         return self._report
