@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from holdfast.attacks import ProjectedAscent
+from holdfast.attacks import LipschitzAscent, ProjectedAscent
 from holdfast.attention import AttentionJacobian, AttentionLayer, checks
-from holdfast.bounds import bounds
+from holdfast.bounds import ball_bounds, bounds, point_bounds
 from holdfast.errors import InputError
 from holdfast.linalg import FunctionJacobian, estimate, upper
 from holdfast.linalg.certified import GIB
-from holdfast.results import AttackResult, BoundResult, Guarantee, NormResult, Side
+from holdfast.results import AttackResult, BoundResult, Guarantee, LipschitzResult, LipschitzWitness, NormResult, Side
 
 
 def bound(
@@ -39,7 +40,59 @@ def bound(
         >>> r = bound(layer, x, eps=0.1, method="lofast")
         >>> r.value, r.terms["zeta"]
     """
+    if method not in bounds and (method in point_bounds or method in ball_bounds):
+        where = "at one point" if method in point_bounds else "on a ball around 0"
+        raise InputError(
+            f"{method!r} bounds the slope {where}, which proves nothing about a ball around x; "
+            f"call lipschitz_bound for it, or bound with one of {', '.join(bounds)}"
+        )
     return bounds[method](layer, x, eps, guarantee=guarantee, memory_limit=memory_limit)
+
+
+def lipschitz_bound(
+    layer: AttentionLayer,
+    x: Tensor | None = None,
+    method: str = "best",
+    *,
+    radius: float | Sequence[float] | None = None,
+    tokens: int | None = None,
+    p: float = 2.0,
+    guarantee: Guarantee = "proved",
+    memory_limit: float = 8 * GIB,
+) -> LipschitzResult:
+    """How steep the layer can be: at x, or everywhere on sequences of tokens of bounded length.
+
+    Args:
+        layer: the attention layer.
+        x: (b…, n, d) the points, for a bound of the Jacobian's norm there; or none, and radius and tokens.
+        method: a name that `list_bounds` shows with the scope "point" (for x) or "ball at 0" (for a radius).
+        radius: R, or a sequence of them: no token is longer.
+        tokens: how many tokens there are.
+        p: exponent of the W_p distance between inputs and between outputs; 2 is the Frobenius norm.
+        guarantee: "proved" (float64, rounded outward) or "numerical" (faster; norms from an iteration).
+        memory_limit: bytes that one proved norm may hold.
+
+    Example:
+        >>> lipschitz_bound(layer, x, "yudin-b3").value
+        >>> lipschitz_bound(layer, radius=4.0, tokens=64, method="castin-ball").value
+    """
+    options: _Options = {"guarantee": guarantee, "memory_limit": memory_limit}
+    if x is not None:
+        if radius is not None or tokens is not None:
+            raise InputError("both x and a radius or tokens were given; pass x for a point, the others for a ball at 0")
+        if method in ball_bounds and method not in point_bounds:
+            raise InputError(f"{method!r} holds on a ball around 0; pass radius= and tokens= in the place of x")
+        return point_bounds[method](layer, x, **options)
+    if radius is None or tokens is None:
+        raise InputError("neither x nor a radius with tokens was given; pass x for a point, the others for a ball at 0")
+    if method in point_bounds and method not in ball_bounds:
+        raise InputError(f"{method!r} holds at a point; pass x in the place of radius and tokens")
+    return ball_bounds[method](layer, radius, tokens, p, **options)
+
+
+class _Options(TypedDict):
+    guarantee: Guarantee
+    memory_limit: float
 
 
 def attack(
@@ -63,10 +116,40 @@ def attack(
         steps: gradient steps for every start.
         seed: of everything random.
     """
-    for name, count in (("restarts", restarts), ("steps", steps)):
+    _at_least_one(restarts=restarts, steps=steps)
+    return ProjectedAscent(restarts, steps)(layer, x, eps, objective=objective, seed=seed)
+
+
+def lipschitz_attack(
+    layer: AttentionLayer,
+    radius: float,
+    tokens: int,
+    *,
+    restarts: int = 16,
+    steps: int = 100,
+    seed: int = 0,
+) -> LipschitzWitness:
+    """Tokens of bounded length at which the layer is steep, and how steep it is there.
+
+    Args:
+        layer: the attention layer.
+        radius: R; no token is longer.
+        tokens: how many tokens there are.
+        restarts: starting points that are followed; at least four times as many are looked at.
+        steps: gradient steps for every start.
+        seed: of everything random.
+
+    Example:
+        >>> lipschitz_attack(layer, radius=4.0, tokens=64).lower
+    """
+    _at_least_one(restarts=restarts, steps=steps)
+    return LipschitzAscent(restarts, steps)(layer, radius, tokens, seed=seed)
+
+
+def _at_least_one(**counts: int) -> None:
+    for name, count in counts.items():
         if count < 1:
             raise InputError(f"{name} is {count}; expected at least 1")
-    return ProjectedAscent(restarts, steps)(layer, x, eps, objective=objective, seed=seed)
 
 
 def local_lipschitz(

@@ -82,6 +82,38 @@ class BoundResult:
 
 
 @dataclass(frozen=True)
+class LipschitzResult:
+    """How steep a layer can be. It says nothing of how far the output moves in a ball around a point.
+
+    Attributes:
+        value: (b…) at points; () or (r) on balls around 0.
+        scope: "point": the norm of the Jacobian there and nowhere else; "ball at 0": the Lipschitz constant on
+            sequences of `tokens` tokens of length at most `radius`, for the W_p distance.
+        radius: the radius, or the radii, as given; None at points, like `tokens` and `p`.
+        terms: the named quantities of the formula.
+        notes: what the method has to say: which one won, what did not apply.
+    """
+
+    value: Tensor
+    method: str
+    side: Side
+    scope: Scope
+    guarantee: Guarantee
+    terms: Mapping[str, Tensor] = field(repr=False)
+    notes: tuple[str, ...] = ()
+    radius: float | tuple[float, ...] | None = None
+    tokens: int | None = None
+    p: float | None = None
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON, which has no infinity."""
+        fields = {name: _plain(value) for name, value in vars(self).items() if name != "terms"}
+        fields["p"] = "inf" if self.p == float("inf") else self.p
+        return fields | {"terms": {name: _plain(term) for name, term in self.terms.items()}}
+
+
+@dataclass(frozen=True)
 class AttackResult:
     """A perturbation that was found, and what it does.
 
@@ -104,3 +136,32 @@ class AttackResult:
     def to_dict(self) -> dict[str, Any]:
         """Everything but the witness, ready for JSON."""
         return {name: _plain(value) for name, value in vars(self).items() if name != "witness"}
+
+
+@dataclass(frozen=True)
+class LipschitzWitness:
+    """Tokens at which a layer is steep, and the direction in which it is.
+
+    Attributes:
+        lower: () ‖DF(X)G‖ / ‖G‖ at the witness X in the direction G, rounded down where the guarantee is "proved".
+        witness: (n, d) the tokens X, none longer than `radius`.
+        direction: (n, d) the direction G.
+        guaranteed: what the construction promises by a closed formula; None for a point that was searched.
+        weights: (n) weights μ of the tokens, whose metric is Σ_i μ_i |·|²; None where all count alike.
+        origin: where the witness comes from.
+    """
+
+    lower: Tensor
+    witness: Tensor = field(repr=False)
+    direction: Tensor = field(repr=False)
+    radius: float
+    origin: str
+    guarantee: Guarantee
+    guaranteed: float | None = None
+    weights: Tensor | None = field(default=None, repr=False)
+    side: Side = "lower"
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the witness and its direction, ready for JSON."""
+        return {name: _plain(value) for name, value in vars(self).items() if name not in ("witness", "direction")}
