@@ -16,6 +16,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from holdfast.errors import HoldfastError, InputError, MemoryLimitError
 from holdfast.linalg import AssembledOperator, Ball, FunctionJacobian, Gram, MatrixOperator, certified, estimate, upper
+from holdfast.linalg.lanczos import _dominant
 from holdfast.linalg.operator import _symmetric_product
 from holdfast.linalg.rounding import frobenius_upper
 
@@ -523,3 +524,23 @@ def test_directions_of_stored_matrices() -> None:
 def test_functions_that_do_not_fit(function: Callable[[Tensor], Any], batch_dims: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
         FunctionJacobian(function, noise(3, 4), batch_dims)
+
+
+@pytest.mark.parametrize("size", [1, 5, 40])
+def test_powers_find_what_the_eigensolver_finds(size: int) -> None:
+    B = noise(30, size, size)
+    squares = B @ B.mT
+    value, vector = _dominant(squares)
+    values, vectors = torch.linalg.eigh(squares)
+    torch.testing.assert_close(value, values[:, -1], rtol=1e-12, atol=0)
+    torch.testing.assert_close(vector.abs(), vectors[..., -1].abs(), rtol=0, atol=1e-6)
+    assert not bool(_dominant(torch.zeros_like(squares))[1].any())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_map_that_is_not_finite_has_no_norm(bad: float) -> None:
+    matrices = noise(3, 5, 4)
+    matrices[1, 2, 3] = bad
+    value = estimate(MatrixOperator(matrices)).value
+    assert bool(value[1].isnan())
+    torch.testing.assert_close(value[::2], torch.linalg.matrix_norm(matrices[::2], 2))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import holdfast
 from holdfast.attention import AttentionLayer
 from holdfast.bounds.arithmetic import Numerical, Proved
 from holdfast.bounds.over_ball import OverBall, _covered_norm
@@ -58,6 +59,26 @@ def test_weights_one_percent_smaller_would_not_cover() -> None:
     w, D, p = ball.third_weights[0], ball.value_reach[0], ball.f.p
     assert float(excess(w, p, D).amax()) == pytest.approx(0, abs=1e-12)
     assert float(excess(0.99 * w, p, D).amin()) > 0.009
+
+
+@pytest.mark.parametrize("method", ["second-order", "mixed"])
+def test_values_far_from_the_origin_keep_their_differences(method: str) -> None:
+    """A common offset of the values of 1e8 used to cancel all digits of their distances."""
+    scores, eye = torch.diag(torch.tensor([6.0, 6.0, 0.0])).double()[None], torch.eye(3).double()[None]
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[:, 2] = 1e8
+    layer = AttentionLayer(scores, scores, eye, eye, scale=1.0)
+    value = holdfast.bound(layer, x, 0.02, method=method, guarantee="numerical").value
+    assert value >= holdfast.attack(layer, x, 0.02).lower
+
+
+@pytest.mark.parametrize("method", ["second-order", "mixed"])
+def test_an_overflow_is_not_taken_for_zero(method: str) -> None:
+    case = gaussian_case(0, n=3, d=3, h=1, norm=1.0, row=1.0)
+    old = case.layer
+    layer = AttentionLayer(old.w_q, old.w_k, old.w_v * 1e155, old.w_o)
+    with pytest.raises(holdfast.HoldfastError, match="overflowed float64"):
+        holdfast.bound(layer, case.x, 0.01, method=method, guarantee="numerical")
 
 
 def test_a_row_on_one_key_keeps_its_small_norm() -> None:

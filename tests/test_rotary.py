@@ -13,6 +13,7 @@ import holdfast
 from holdfast import AttentionLayer, InputError, NotApplicableError
 from holdfast.attention import AttentionJacobian, Rotary, ValueOperator, fold
 from holdfast.attention.rotary import Pairing
+from holdfast.bounds import bounds
 from holdfast.linalg import Ball, FunctionJacobian
 from holdfast.testing import Case, ProvableConformance, changed, make_case
 
@@ -177,13 +178,19 @@ class TestTurnedJacobian(ProvableConformance):
 # -- who refuses them
 
 
-@pytest.mark.parametrize("terms", [{"rotary": True}, {"bias": True}], ids=str)
-def test_bounds_without_a_proof_say_so(terms: dict[str, bool]) -> None:
-    case = with_terms(make_case(""), **terms)
-    for bound in holdfast.list_bounds():
-        if bound.scope == "ball at x":
-            with pytest.raises(NotApplicableError, match=r"rotary|bias"):
-                holdfast.bound(case.layer, case.x, 0.1, method=bound.name)
+def test_bounds_without_a_proof_for_rotary_positions_say_so() -> None:
+    case = with_terms(make_case(""), rotary=True)
+    for bound in bounds.values():
+        with pytest.raises(NotApplicableError, match="rotary"):
+            bound(case.layer, case.x, 0.1)
+
+
+@pytest.mark.parametrize("name", list(bounds))
+def test_bounds_hold_with_a_score_bias(name: str) -> None:
+    case = with_terms(make_case("", n=4, d=5), bias=True)
+    radii = [1e-3, 0.1, 1.0]
+    attained = holdfast.attack(case.layer, case.x, radii, restarts=3, steps=30).lower
+    assert bool((bounds[name](case.layer, case.x, radii).value >= attained).all())
 
 
 def test_folding_refuses_rotary_positions() -> None:

@@ -31,6 +31,7 @@ class _Splitting(Bound):
     """δ = δ₁ + Σ_l δ₂₁ δ₂₂; the methods differ in the gain of the linear part and in the norm of the score map."""
 
     reference: ClassVar[str] = "havens2024"
+    score_terms = ("bias",)
 
     @abstractmethod
     def _linear_gain(

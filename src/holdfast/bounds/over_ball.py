@@ -44,7 +44,6 @@ class OverBall(Generic[Array]):
         self.f: Folded[Array] = fold(layer, X)
         self.A: Array = w.w_q @ w.w_k.mT * layer.scale
         self.norm_A: Array = a.matrix_norm(self.A)
-        self.norm_C: Array = a.matrix_norm(self.f.c)
         n = x.shape[-2]
         allowed = layer.allowed(n)
         every = torch.ones(n, n, dtype=torch.bool, device=x.device)
@@ -54,6 +53,11 @@ class OverBall(Generic[Array]):
     def r(self, dims: int) -> Array:
         """The radii, ready for a tensor with `dims` dimensions behind the batch."""
         return self._radii.reshape(-1, *(1 for _ in range(self._batch + dims)))
+
+    @cached_property
+    def norm_C(self) -> Array:
+        """(h) ‖C_l‖."""
+        return self.a.matrix_norm(self.f.c)
 
     # -- norms of all heads together
 
@@ -167,13 +171,13 @@ class OverBall(Generic[Array]):
     @cached_property
     def value_distance(self) -> Array:
         """(b…, h, n, n) ‖C_lᵀ(x_j - ȳ_i)‖ at x, 0 where masked."""
-        return root(_distances2(self.f.y, self.f.v).masked_fill(self.masked, 0.0))
+        return root(_distances2(self.f.p @ self._centred_values, self._centred_values).masked_fill(self.masked, 0.0))
 
     @cached_property
     def value_reach(self) -> Array:
         """(r, b…, h, n, n) D_lij >= ‖C_lᵀ(z_j - ȳ_i(Z))‖ for every allowed key, 0 where masked."""
         r, C = self.r(2), self.norm_C.unsqueeze(-1)
-        diameter = root(_distances2(self.f.v, self.f.v).amax((-2, -1))).unsqueeze(-1)
+        diameter = root(_distances2(self._centred_values, self._centred_values).amax((-2, -1))).unsqueeze(-1)
         shift = (self.a.lift(self.q) - self.f.p).sum(-1).clamp(max=1.0) * diameter
         drawn = (self.value_spread * self.score_spread).unsqueeze(-2) * r
         near = self.value_distance + (shift.minimum(drawn) + C * r * ROOT2).unsqueeze(-1)
@@ -189,7 +193,7 @@ class OverBall(Generic[Array]):
         threshold = self._threshold(D)
         tau, over = a.lift(threshold), (a.lift(D) - threshold).masked_fill(threshold >= D, 0.0)
         room = tau - (over * self.q).sum(-1, keepdim=True)
-        weights = (tau + over * tau / room) * self.q
+        weights = (tau + over * (tau / room)) * self.q
         return a.number(weights).masked_fill(self.masked | (threshold <= 0), 0.0)
 
     def _threshold(self, D: Tensor) -> Tensor:
@@ -205,7 +209,7 @@ class OverBall(Generic[Array]):
             tried = largest * fraction
             over = (D - tried).clamp(min=0)
             room = tried - (q * over).sum(-1, keepdim=True)
-            found = (q * (tried + over * tried / room) * moments).sum(-1, keepdim=True)
+            found = (q * (tried + over * (tried / room)) * moments).sum(-1, keepdim=True)
             better = (room > 1e-3 * tried) & (found < least)
             tau, least = torch.where(better, tried, tau), torch.where(better, found, least)
         return tau
@@ -217,7 +221,15 @@ class OverBall(Generic[Array]):
     @cached_property
     def _centred_query(self) -> Array:
         """Rows A x_j with a common constant taken off, which leaves differences alone and spares digits."""
-        return self.f.query - self.a.number(self.f.query).mean(-2, keepdim=True)
+        return self._centred(self.f.query)
+
+    @cached_property
+    def _centred_values(self) -> Array:
+        """Rows x_j C, likewise."""
+        return self._centred(self.f.v)
+
+    def _centred(self, rows: Array) -> Array:
+        return rows - self.a.number(rows).mean(-2, keepdim=True)
 
 
 def _covered_norm(a: Arithmetic[Array], w: Tensor) -> Array:

@@ -82,8 +82,8 @@ def integrate(a: Arithmetic[Array], values: Array, nodes: Tensor, radii: Tensor)
     """
     ends = torch.minimum(nodes.unsqueeze(-1), radii)
     starts = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
-    weights = (ends - starts) * (radii - (starts + ends) / 2)
-    return values.movedim(0, -1) @ a.lift(weights * (1 + 1e-12))  # more than the rounding of the weights
+    weights = (ends - starts) * ((radii - starts) + (radii - ends)) / 2
+    return values.movedim(0, -1) @ a.lift(weights * (1 + 1e-12))  # more than the rounding of four sums and products
 
 
 @final
@@ -97,6 +97,7 @@ class SecondOrder(Bound):
     """
 
     name = "second-order"
+    score_terms = ("bias",)
     cost = "three norms of size nd x nd; for every node (8 or more) one of size nd x hn², and n of size hn x d"
     reference: ClassVar[str] = "holdfast"
 
@@ -137,6 +138,7 @@ class Mixed(Bound):
     """
 
     name = "mixed"
+    score_terms = ("bias",)
     cost = "that of second-order, and for every node one norm of size nd x hn²"
     reference: ClassVar[str] = "holdfast"
 
@@ -150,13 +152,13 @@ class Mixed(Bound):
         gain = a.once("jacobian", lambda: a.norm(AttentionJacobian(layer, x)))
         grown = _running(a, a.once("curvature", lambda: curvature(ball)).every, nodes) + gain
         slope = grown.minimum(_direct_gain(ball, layer, x))
-        integral = slope.movedim(0, -1) @ a.lift(_widths(nodes, radii))
+        integral = slope.movedim(0, -1) @ a.lift(widths(nodes, radii))
         saturated = _saturated(a, layer, x, eps)
         terms = {"jacobian": gain, "integral": integral, "saturated": saturated}
         return Evaluation(integral.minimum(saturated), terms)
 
 
-def _widths(nodes: Tensor, radii: Tensor) -> Tensor:
+def widths(nodes: Tensor, radii: Tensor) -> Tensor:
     """(r, e) lengths of the intervals between nodes up to each radius, rounded up."""
     ends = torch.minimum(nodes.unsqueeze(-1), radii)
     return torch.diff(ends, dim=0, prepend=torch.zeros_like(ends[:1])) * (1 + 1e-12)
@@ -164,7 +166,7 @@ def _widths(nodes: Tensor, radii: Tensor) -> Tensor:
 
 def _running(a: Arithmetic[Array], values: Array, nodes: Tensor) -> Array:
     """(r, b…) a bound of ∫_0^r f at each node, for values (r, b…) at the nodes that bound f up to there."""
-    return (values.movedim(0, -1) @ a.lift(_widths(nodes, nodes))).movedim(-1, 0)
+    return (values.movedim(0, -1) @ a.lift(widths(nodes, nodes))).movedim(-1, 0)
 
 
 def _direct_gain(ball: OverBall[Array], layer: AttentionLayer, x: Tensor) -> Array:

@@ -113,6 +113,12 @@ def _scores_from_biases(case: Case, dice: _Dice) -> Case:
     return Case(case.name, changed(layer, w_q=0 * layer.w_q, b_q=b_q, w_o=layer.w_o * heavier), case.x)
 
 
+def _score_bias(case: Case, dice: _Dice) -> Case:
+    """A constant is added to every score."""
+    n = case.x.shape[-2]
+    return Case(case.name, changed(case.layer, score_bias=2 * dice.normal(case.layer.h, n, n)), case.x)
+
+
 def _tiny_values(case: Case, dice: _Dice) -> Case:
     return Case(case.name, changed(case.layer, w_v=case.layer.w_v * 1e-9), case.x)
 
@@ -131,6 +137,7 @@ _CHANGES: tuple[Callable[[Case, _Dice], Case], ...] = (
     _rank_one_weights,
     _unequal_heads,
     _scores_from_biases,
+    _score_bias,
     _tiny_values,
     _huge_values,
 )
