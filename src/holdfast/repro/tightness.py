@@ -20,7 +20,7 @@ from torch import Tensor
 
 from holdfast import api
 from holdfast.attention import AttentionLayer
-from holdfast.bounds import list_bounds
+from holdfast.bounds import bounds
 from holdfast.report.layer import save_figure
 from holdfast.results import Guarantee
 
@@ -80,13 +80,16 @@ class Measurement:
         return asdict(self)
 
 
-def measure(regime: Regime, seed: int, radii: Sequence[float], guarantee: Guarantee) -> Measurement:
+def measure(
+    regime: Regime, seed: int, radii: Sequence[float], guarantee: Guarantee, device: str = "cpu"
+) -> Measurement:
     """Attacks one random layer and evaluates every bound on it."""
     layer, x = draw(regime, seed)
+    layer, x = layer.to(device=device), x.to(device)
     found = api.attack(layer, x, list(radii), seed=seed)
     ratios, seconds = {}, {"attack": found.seconds}
-    for bound in list_bounds():
-        if bound.scope == "ball at x" and bound.name != "best":
+    for bound in bounds.values():
+        if bound.name != "best":
             result = bound(layer, x, list(radii), guarantee=guarantee)
             ratios[bound.name] = (result.value / found.lower).tolist()
             seconds[bound.name] = result.seconds
