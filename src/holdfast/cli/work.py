@@ -42,12 +42,17 @@ class Finished(Generic[T]):
             raise typer.Exit(INTERRUPTED)
 
 
+def progress_bar() -> Progress:
+    """A bar on standard error that leaves no trace, and is silent where that is no terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
 def carry_out(jobs: Sequence[Job[T]]) -> Finished[T]:
     """Runs the jobs in turn with a progress bar on standard error; Ctrl-C ends the run, not the results."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results: list[T] = []
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("", total=len(jobs))
         try:
             for job in jobs:

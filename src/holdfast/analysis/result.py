@@ -1,0 +1,180 @@
+"""What an analysis found: numbers and words, no tensors, so that it can be stored and shown anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+from holdfast.errors import InputError
+from holdfast.results import Guarantee
+from holdfast.storage import Pathlike, write_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.table import Table
+
+SCHEMA = "holdfast.analysis/1"
+
+Row = tuple[float, ...]
+Rows = tuple[Row, ...]
+
+
+@final
+@dataclass(frozen=True)
+class AnalysedInput:
+    """One input as it is shown.
+
+    Attributes:
+        tokens: what to call each token, padding included.
+        padding: which tokens are padding; they take no part in any number.
+        image: the picture as a data URI, where the input is one.
+        grid: rows and columns of its patches, which are the last tokens in reading order.
+    """
+
+    tokens: tuple[str, ...]
+    padding: tuple[bool, ...]
+    image: str | None = None
+    grid: tuple[int, int] | None = None
+
+
+@final
+@dataclass(frozen=True)
+class AnalysedLayer:
+    """One attention layer at b inputs, with h heads, over e radii.
+
+    Attributes:
+        index: its place among the attention layers of the model.
+        layer: the layer in words.
+        rebuild_error: how far the rebuilt layer is from what the model computed, relatively.
+        slope: (b) ‖DF(x)‖, an estimate from below.
+        slope_upper: (b) the same, proved from above; None where it was not asked for or needs too much memory.
+        head_slope: (b, h) the same estimate for the contribution of each head alone, without the residual.
+        softmax_norm: (b, h) the largest ‖diag(p) - ppᵀ‖ over the rows p of P.
+        softmax_g1: (b, h) the closed-form bound g₁ of it, likewise.
+        attention_norm: (b, h) ‖P‖, an estimate from below.
+        entropy: (b, h) mean entropy of a row of P, in nats.
+        bound: (b, e) how far the output can move; None where no bound applies.
+        bound_note: which method gave the bound, or why there is none.
+        attack: (b, e) how far a perturbation that was found moves it; None where none was asked for.
+        energy: (b, n) share of each token in the direction that moves the output most; 0 for padding.
+        seconds: wall time.
+    """
+
+    index: int
+    name: str
+    layer: str
+    rebuild_error: float
+    slope: Row
+    slope_upper: Row | None
+    head_slope: Rows
+    softmax_norm: Rows
+    softmax_g1: Rows
+    attention_norm: Rows
+    entropy: Rows
+    bound: Rows | None
+    bound_note: str
+    attack: Rows | None
+    energy: Rows
+    seconds: float
+
+
+@final
+@dataclass(frozen=True)
+class Analysis:
+    """The attention layers of a model at some inputs.
+
+    Attributes:
+        model: what to call the model.
+        eps: the radii.
+        guarantee: of the bounds.
+        method: of the bounds.
+        attack: the attack in words.
+        inputs: the inputs as they are shown.
+        layers: what was found, in the order of the model.
+        planned: how many layers were asked for; more than there are in `layers` when the run was interrupted.
+        notes: what a reader must know besides, such as random weights.
+        versions: of the packages that took part.
+        command: the command line that made it, where there was one.
+        seconds: wall time, with loading and tracing where the caller counted them.
+    """
+
+    model: str
+    eps: Row
+    guarantee: Guarantee
+    method: str
+    attack: str
+    inputs: tuple[AnalysedInput, ...]
+    layers: tuple[AnalysedLayer, ...]
+    planned: int
+    notes: tuple[str, ...]
+    versions: Mapping[str, str]
+    command: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether layers that were asked for are missing."""
+        return len(self.layers) < self.planned
+
+    @property
+    def tightness(self) -> Row:
+        """For each radius the median ratio of bound to attack over layers and inputs; empty where either is missing."""
+        pairs = [(layer.bound, layer.attack) for layer in self.layers if layer.bound and layer.attack]
+        ratios: list[list[float]] = [[] for _ in self.eps]
+        for bounds, attacks in pairs:
+            for bound, attack in zip(bounds, attacks, strict=True):
+                for column, (upper, lower) in zip(ratios, zip(bound, attack, strict=True), strict=True):
+                    column.extend([upper / lower] if lower > 0 else [])
+        return tuple(statistics.median(column) for column in ratios) if all(ratios) else ()
+
+    def to_json(self) -> str:
+        """Everything, with the name of the schema; `from_json` reads it back."""
+        return json.dumps({"schema": SCHEMA} | dataclasses.asdict(self), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Analysis:
+        """The analysis that `to_json` wrote."""
+        try:
+            found = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise InputError(f"this is not JSON: {error}; expected what Analysis.to_json wrote") from None
+        schema = found.pop("schema", None) if isinstance(found, dict) else None
+        if schema != SCHEMA:
+            raise InputError(f"the schema is {schema!r}; expected {SCHEMA!r}, as written by Analysis.to_json")
+        try:
+            inputs = tuple(AnalysedInput(**_frozen(item)) for item in found.pop("inputs"))
+            layers = tuple(AnalysedLayer(**_frozen(item)) for item in found.pop("layers"))
+            return cls(inputs=inputs, layers=layers, **_frozen(found))
+        except (TypeError, KeyError) as error:
+            raise InputError(f"the fields do not fit {SCHEMA}: {error}; was the file edited?") from None
+
+    def table(self) -> Table:
+        """The layers as a table for the terminal."""
+        from holdfast.report.analysis import analysis_table
+
+        return analysis_table(self)
+
+    def plot(self) -> Figure:
+        """The local constants and bounds over depth, and the heads, as a matplotlib figure."""
+        from holdfast.report.analysis import plot_analysis
+
+        return plot_analysis(self)
+
+    def to_html(self, path: Pathlike) -> None:
+        """Writes the page: one file that needs nothing else."""
+        from holdfast.report.page import render
+
+        write_text(path, render(self))
+
+
+def _frozen(fields: dict[str, Any]) -> dict[str, Any]:
+    """JSON's lists as tuples, all the way down."""
+    return {name: _tuples(value) for name, value in fields.items()}
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,0 +1,169 @@
+"""`analyze`: every attention layer of a model, as a table, as JSON and as a page."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+from rich.console import Console
+
+from holdfast import analysis
+from holdfast.analysis import Analysis, Progress
+from holdfast.analysis.run import DEFAULT_METHOD
+from holdfast.bounds import bounds
+from holdfast.cli.inputs import Eps, Json, Out, read_eps
+from holdfast.cli.work import INTERRUPTED, progress_bar
+from holdfast.errors import InputError
+from holdfast.models import demo_digits, load_digits_vit
+from holdfast.models.digits import PATCH, SIDE
+from holdfast.radii import check_radii
+from holdfast.storage import write_text
+from holdfast.tracing.loading import LoadedModel, Picture, load
+
+
+def analyze(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A folder, a file, a name in the Hugging Face cache, timm:NAME, minilm, smollm2."),
+    ] = None,
+    text: Annotated[list[str] | None, typer.Option(help="A text; repeat for several.")] = None,
+    image: Annotated[Path | None, typer.Option(help="A picture file.")] = None,
+    tokens: Annotated[Path | None, typer.Option(help="A file of token ids: one line for each input.")] = None,
+    demo: Annotated[bool, typer.Option("--demo", help="Take the bundled digits model, at test digits.")] = False,
+    eps: Eps = "0.001,0.01,0.1",
+    layers: Annotated[str | None, typer.Option(help="Which attention layers, such as 0,3-5. Default: all.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Cut longer texts to so many tokens.")] = None,
+    method: Annotated[str, typer.Option(help="The bound.")] = DEFAULT_METHOD,
+    guarantee: Annotated[Literal["proved", "numerical"], typer.Option(help="Of the bounds.")] = "numerical",
+    proved_slope: Annotated[bool, typer.Option(help="Also prove the local constants from above.")] = False,
+    attack: Annotated[bool, typer.Option(help="Also search perturbations that move the output far.")] = True,
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    download: Annotated[bool, typer.Option("--download", help="Fetch files of the model that are missing.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write the page to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a figure to this file (PNG, SVG or PDF).")] = None,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Analyse every attention layer of a model: local constants, bounds, attacks, heads, and sensitive tokens."""
+    began = time.perf_counter()
+    radii, chosen = check_radii(read_eps(eps)), _read_layers(layers)
+    bounds[method]  # like the options above: refused before a model is loaded
+    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
+        raise InputError(f"--plot is {str(plot)!r}; expected a name that ends in .png, .svg or .pdf")
+    loaded = _load(model, text, image, tokens, demo, max_tokens, download)
+    with progress_bar() as bar:
+        task = bar.add_task("tracing", total=None)
+
+        def show(now: Progress) -> None:
+            bar.update(task, description=now.name, completed=now.done, total=now.planned)
+
+        found = analysis.analyze(
+            loaded.model,
+            loaded.inputs,
+            radii,
+            layers=chosen,
+            method=method,
+            guarantee=guarantee,
+            proved_slope=proved_slope,
+            attack=attack,
+            tokens=loaded.tokens,
+            pictures=None if loaded.picture is None else [loaded.picture],
+            name=loaded.name,
+            progress=show,
+            seed=seed,
+        )
+    found = replace(
+        found,
+        notes=(f"About the weights: {loaded.note}.",) if loaded.note else (),
+        command=shlex.join(["holdfast", *sys.argv[1:]]),
+        seconds=time.perf_counter() - began,
+    )
+    _write(found, html, plot, out)
+    if as_json:
+        typer.echo(found.to_json())
+    else:
+        console = Console()
+        console.print(found.table())
+        written = [str(path) for path in (html, plot, out) if path is not None]
+        if written:
+            console.print(f"Written: {', '.join(written)}", soft_wrap=True)
+    if found.interrupted:
+        typer.echo(f"holdfast: interrupted; {len(found.layers)} of {found.planned} layers were finished", err=True)
+        raise typer.Exit(INTERRUPTED)
+
+
+def _load(
+    model: str | None,
+    text: list[str] | None,
+    image: Path | None,
+    tokens: Path | None,
+    demo: bool,
+    max_tokens: int | None,
+    download: bool,
+) -> LoadedModel:
+    """The model and the input that the command line names."""
+    given = [name for name, value in (("--text", text), ("--image", image), ("--tokens", tokens)) if value]
+    if demo:
+        if model is not None or given:
+            raise InputError(f"both --demo and {', '.join([model] if model else given)} were given; choose one")
+        return _demo()
+    if model is None:
+        raise InputError("no model was given; name a folder, a file or a model, or --demo")
+    if len(given) != 1:
+        found = " and ".join(given) or "no input"
+        raise InputError(f"{found} was given for {model!r}; expected one of --text, --image and --tokens")
+    if tokens is not None:
+        return _with_ids(load(model, text=["."], download=download), tokens, max_tokens)
+    return load(model, text=text, image=image, max_tokens=max_tokens, download=download)
+
+
+def _with_ids(loaded: LoadedModel, file: Path, max_tokens: int | None) -> LoadedModel:
+    """The model with token ids from a file in the place of its input."""
+    try:
+        rows = [[int(word) for word in line.split()] for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise InputError(f"--tokens {str(file)!r} cannot be read as token ids: {error}") from None
+    rows = [row[:max_tokens] for row in rows if row]
+    if not rows or len({len(row) for row in rows}) > 1:
+        lengths = ", ".join(str(len(row)) for row in rows) or "no"
+        raise InputError(f"--tokens {str(file)!r} has lines of {lengths} ids; expected lines of one length")
+    most = loaded.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    wrong = [i for row in rows for i in row if not 0 <= i < most]
+    if wrong:
+        raise InputError(f"--tokens {str(file)!r} has the id {wrong[0]}; {loaded.name!r} knows 0 to {most - 1}")
+    return replace(loaded, inputs={"input_ids": torch.tensor(rows)}, tokens=[[str(i) for i in row] for row in rows])
+
+
+def _demo() -> LoadedModel:
+    """The bundled model at its first test digit."""
+    images = demo_digits().images[:1]
+    pixels = (images[0] * 255).round().to(torch.uint8).unsqueeze(-1).expand(SIDE, SIDE, 3)
+    picture = Picture(pixels.contiguous(), grid=(SIDE // PATCH, SIDE // PATCH), prefix=1)
+    return LoadedModel("digits ViT (bundled)", load_digits_vit(), images, picture=picture)
+
+
+def _write(found: Analysis, html: Path | None, plot: Path | None, out: Path | None) -> None:
+    if html is not None:
+        found.to_html(html)
+    if plot is not None:
+        plot.parent.mkdir(parents=True, exist_ok=True)
+        found.plot().savefig(plot, dpi=150)
+    if out is not None:
+        write_text(out, found.to_json() + "\n")
+
+
+def _read_layers(text: str | None) -> list[int] | None:
+    """Layers from "0,3-5"."""
+    if text is None:
+        return None
+    parts = [re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip()) for part in text.split(",")]
+    if None in parts:
+        raise InputError(f"--layers is {text!r}; expected numbers and ranges separated by commas, such as 0,3-5")
+    return [i for part in parts if part for i in range(int(part[1]), int(part[2] or part[1]) + 1)]

@@ -1,0 +1,362 @@
+"""The analysis of a whole model: every number against a direct computation, padding, interrupts, storage, commands."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import holdfast
+from holdfast.analysis import Analysis, Progress, analyze
+from holdfast.analysis.inputs import data_uri, describe
+from holdfast.analysis.run import Work, analyse_layer
+from holdfast.attention import Rotary
+from holdfast.attention.heads import HeadJacobians
+from holdfast.cli.analyze import _with_ids
+from holdfast.errors import InputError, UnknownNameError
+from holdfast.models import demo_digits, load_digits_vit
+from holdfast.testing import OperatorConformance, make_case
+from holdfast.tracing import TracedLayer, trace
+from holdfast.tracing.loading import LoadedModel, Picture
+from test_cli import Run, run  # noqa: F401 - a fixture
+
+RADII = (0.01, 0.1)
+
+
+class Texts(nn.Module):
+    """A text model with padding: embeddings and two encoder layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, 16)
+        layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embedding
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        out: Tensor = self.encoder(self.embedding(input_ids), src_key_padding_mask=attention_mask == 0)
+        return out
+
+
+def batch(*lengths: int, side: str = "right") -> dict[str, Tensor]:
+    """Token ids of so many tokens each, padded to the longest."""
+    n = max(lengths)
+    ids = torch.arange(1, 1 + n).repeat(len(lengths), 1) + 3 * torch.arange(len(lengths)).unsqueeze(-1)
+    mask = torch.stack([torch.arange(n) < length for length in lengths])
+    mask = mask if side == "right" else mask.flip(-1)
+    return {"input_ids": ids * mask, "attention_mask": mask.long()}
+
+
+@pytest.fixture(scope="module")
+def digits() -> Analysis:
+    """The bundled model at two digits, proved."""
+    images = demo_digits().images[:2]
+    return analyze(load_digits_vit(), images, RADII, guarantee="proved", method="cov", proved_slope=True)
+
+
+# -- the numbers
+
+
+class TestHeadJacobians(OperatorConformance):
+    def build(self, layer: holdfast.AttentionLayer, x: Tensor) -> HeadJacobians:
+        return HeadJacobians(layer, x)
+
+    test_float32_agrees_with_float64 = None  # the isometries, and so the entries, are not unique; the norms are
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+def test_a_head_alone_has_the_norm_of_a_layer_with_one_head(rotary: bool) -> None:
+    case = make_case("", h=4, g=2, n=5, d=9, k=4, biases=True, mask="each", residual=1.5)
+    angles = torch.rand(5, 4, dtype=torch.float64)
+    turned = Rotary(angles.cos(), angles.sin()) if rotary else None
+    found = HeadJacobians(_changed(case.layer, rotary=turned), case.x).dense()
+    for head in range(4):
+        cut = {name: getattr(case.layer, name)[head : head + 1] for name in ("w_q", "w_o", "b_q")}
+        cut |= {name: getattr(case.layer, name)[head // 2 : head // 2 + 1] for name in ("w_k", "w_v", "b_k", "b_v")}
+        alone = holdfast.AttentionLayer(**cut, mask=case.layer.mask, rotary=turned)
+        expected = holdfast.local_lipschitz(alone, case.x, tolerance=1e-12).value
+        torch.testing.assert_close(torch.linalg.matrix_norm(found[:, head], 2), expected, rtol=1e-8, atol=0)
+
+
+def test_every_number_agrees_with_a_direct_computation(digits: Analysis) -> None:
+    assert [layer.name for layer in digits.layers] == ["blocks.0.attention", "blocks.1.attention"]
+    for found, traced in zip(digits.layers, trace(load_digits_vit(), demo_digits().images[:2]), strict=True):
+        layer, x = traced.layer.double(), traced.x.double()
+        p = layer.attention(x)
+        slope = holdfast.local_lipschitz(layer, x)
+        assert slope.right is not None
+        rows = p.unsqueeze(-1) * p.unsqueeze(-2)
+        expected = {
+            "slope": slope.value,
+            "slope_upper": holdfast.local_lipschitz(layer, x, side="upper").value,
+            "softmax_norm": torch.linalg.eigvalsh(torch.diag_embed(p) - rows)[..., -1].amax(-1),
+            "attention_norm": torch.linalg.matrix_norm(p, 2),
+            "entropy": -(p * p.log()).sum(-1).mean(-1),
+            "bound": holdfast.bound(layer, x, RADII, "cov").value,
+            "energy": slope.right.square().sum(-1),
+        }
+        for name, value in expected.items():
+            torch.testing.assert_close(torch.tensor(getattr(found, name)).double(), value, rtol=1e-4, atol=1e-9)
+        assert (torch.tensor(found.softmax_g1) >= torch.tensor(found.softmax_norm)).all()
+        assert found.rebuild_error <= 1e-5
+        assert found.bound is not None
+        assert found.attack is not None
+        for lower, upper, gain in zip(found.attack, found.bound, found.slope, strict=True):
+            assert all(0.9 * gain * eps < low <= high for low, high, eps in zip(lower, upper, RADII, strict=True))
+        assert all(math.isclose(sum(energy), 1, rel_tol=1e-9) for energy in found.energy)
+    assert all(1 <= ratio < 3 for ratio in digits.tightness)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_changes_nothing(side: str) -> None:
+    model = Texts().eval()
+    padded = batch(6, 4, 4, side=side)
+    found = analyze(model, padded, RADII, method="plus", tokens=[["a"] * 6, ["b"] * 4, ["c"] * 4])
+    assert [sum(view.padding) for view in found.inputs] == [0, 2, 2]
+    assert found.inputs[1].tokens.count("b") == 4
+    for place in range(3):
+        real = padded["attention_mask"][place].bool()
+        ids = padded["input_ids"][place][real].unsqueeze(0)
+        alone = analyze(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, RADII, method="plus")
+        for together, single in zip(found.layers, alone.layers, strict=True):
+            for name in ("slope", "head_slope", "softmax_norm", "attention_norm", "entropy", "bound", "attack"):
+                whole, part = torch.tensor(getattr(together, name)[place]), torch.tensor(getattr(single, name)[0])
+                torch.testing.assert_close(whole, part, rtol=2e-4, atol=0)
+            energy = torch.tensor(together.energy[place])
+            assert (energy[~real] == 0).all()
+            torch.testing.assert_close(energy[real], torch.tensor(single.energy[0]), rtol=0, atol=1e-3)
+
+
+def test_a_layer_without_a_proof_says_so_and_shows_the_rest() -> None:
+    case = make_case("", h=4, g=2, n=5, d=9, k=4, causal=True)
+    angles = torch.rand(2, 5, 4, dtype=torch.float64)
+    layer = _changed(case.layer, rotary=Rotary(angles.cos(), angles.sin()))
+    padding = {"attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])}
+    shown = describe(padding, case.x, None, None)
+    work = Work([0.1], "second-order", "numerical", proved_slope=False, attack=True, seed=0)
+    found = analyse_layer(7, TracedLayer("turned", layer, case.x, 0.0), shown, work)
+    assert found.bound is None
+    assert "rotary" in found.bound_note
+    assert found.attack is not None
+    short = _changed(layer, rotary=Rotary(angles[1, :3].cos(), angles[1, :3].sin()))
+    expected = holdfast.local_lipschitz(short, case.x[1, :3])
+    assert found.slope[1] == pytest.approx(expected.value.item(), rel=1e-5)
+    assert found.energy[1][3:] == (0.0, 0.0)
+
+
+# -- what is asked for
+
+
+def test_layers_and_tokens_can_be_chosen() -> None:
+    model, seen = Texts().eval(), list[Progress]()
+    found = analyze(model, batch(9), 0.1, layers=[1], max_tokens=4, attack=False, progress=seen.append)
+    assert [layer.index for layer in found.layers] == [1]
+    assert found.inputs[0].tokens == ("0", "1", "2", "3")
+    assert found.layers[0].attack is None
+    assert found.tightness == ()
+    assert [(p.done, p.planned) for p in seen] == [(0, 1), (1, 1)]
+    assert "encoder.layers.1" in seen[0].name
+
+
+def test_an_interrupt_keeps_what_is_finished() -> None:
+    def stop_at(layer: int) -> Callable[[Progress], None]:
+        def progress(now: Progress) -> None:
+            if now.done == layer and now.name:
+                raise KeyboardInterrupt
+
+        return progress
+
+    found = analyze(Texts().eval(), batch(4), 0.1, method="plus", progress=stop_at(1))
+    assert found.interrupted
+    assert (len(found.layers), found.planned) == (1, 2)
+    with pytest.raises(KeyboardInterrupt):
+        analyze(Texts().eval(), batch(4), 0.1, method="plus", progress=stop_at(0))
+
+
+BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "layer": ({"layers": [0, 2]}, "layers asks for 2; the model has attention layers 0 to 1"),
+    "no layer": ({"layers": []}, "asks for no layer"),
+    "max_tokens": ({"max_tokens": 0}, "max_tokens is 0"),
+    "names": ({"tokens": [["a"]]}, "1 names were given, and it has 4 tokens"),
+    "inputs": ({"tokens": [["a"], ["b"]]}, "tokens has 2 members and there are 1 inputs"),
+    "eps": ({"eps": -1.0}, "eps is -1.0"),
+    "picture": ({"pictures": [Picture(torch.zeros(8, 8, 3, dtype=torch.uint8), (2, 2), 1)]}, r"1 \+ 2 × 2 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ARGUMENTS)
+def test_bad_arguments_are_named(case: str) -> None:
+    options, message = BAD_ARGUMENTS[case]
+    with pytest.raises(InputError, match=message):
+        analyze(Texts().eval(), batch(4), **({"eps": 0.1} | options))
+
+
+def test_unknown_methods_and_inputs_without_ids_are_named() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'cov'"):
+        analyze(Texts(), batch(4), 0.1, method="covv")
+    with pytest.raises(InputError, match="max_tokens cuts token ids"):
+        analyze(load_digits_vit(), demo_digits().images[:1], 0.1, max_tokens=3)
+
+
+# -- what is kept and shown
+
+
+def test_json_brings_everything_back(digits: Analysis) -> None:
+    text = digits.to_json()
+    assert json.loads(text)["schema"] == "holdfast.analysis/1"
+    assert Analysis.from_json(text) == digits
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "schema is None"),
+        ('{"schema": "holdfast.analysis/0"}', "expected 'holdfast.analysis/1'"),
+        ('{"schema": "holdfast.analysis/1"}', "'inputs'"),
+        ('{"schema": "holdfast.analysis/1", "inputs": [{"tokens": []}], "layers": []}', "padding"),
+    ],
+)
+def test_other_files_are_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Analysis.from_json(text)
+
+
+def test_table_and_figure_show_the_layers(digits: Analysis) -> None:
+    from rich.console import Console
+
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(digits.table())
+    shown = console.export_text()
+    assert "blocks.1.attention" in shown
+    assert "cov, proved, rounded up" in shown
+    assert digits.layers[0].bound is not None
+    left, right, _ = digits.plot().axes
+    assert len(left.lines) == 3
+    assert right.images[0].get_array().shape == (2, 4)
+
+
+def test_small_pictures_keep_every_pixel() -> None:
+    import base64
+
+    from PIL import Image
+
+    pixels = torch.arange(8 * 8 * 3, dtype=torch.uint8).reshape(8, 8, 3)
+    uri = data_uri(pixels)
+    stream = io.BytesIO(base64.b64decode(uri.removeprefix("data:image/png;base64,")))
+    assert list(Image.open(stream).tobytes()) == pixels.flatten().tolist()
+    assert data_uri(torch.zeros(500, 400, 3, dtype=torch.uint8)).startswith("data:image/jpeg")
+
+
+# -- the command
+
+
+def test_the_command_writes_a_page_json_and_a_figure(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    page, kept, figure = (tmp_path / name for name in ("page.html", "out.json", "figure.svg"))
+    options = (
+        "--eps",
+        "0.01,0.1",
+        "--layers",
+        "1",
+        "--method",
+        "plus",
+        "--html",
+        page,
+        "--out",
+        kept,
+        "--plot",
+        figure,
+    )
+    done = run("analyze", "--demo", *options)
+    assert done.returncode == 0, done.stderr
+    assert "digits ViT (bundled): attention layers" in done.stdout
+    assert "page.html" in done.stdout
+    assert page.read_text().startswith("<!doctype html>")
+    assert "<svg" in figure.read_text()[:1000]
+    found = Analysis.from_json(kept.read_text())
+    assert found.command is not None
+    assert found.command.startswith("holdfast analyze --demo --eps 0.01,0.1")
+    assert [layer.index for layer in found.layers] == [1]
+
+
+def test_the_command_prints_json(run: Run) -> None:  # noqa: F811
+    done = run("analyze", "--demo", "--eps", "0.1", "--method", "plus", "--no-attack", "--json")
+    assert done.returncode == 0, done.stderr
+    assert Analysis.from_json(done.stdout).attack == "No attack was asked for."
+
+
+BAD_CALLS = {
+    "no model": ((), "no model was given"),
+    "no input": (("minilm",), "no input was given for 'minilm'"),
+    "two inputs": (("minilm", "--text", "a", "--image", "b.png"), "--text and --image was given"),
+    "demo and model": (("minilm", "--demo"), "choose one"),
+    "demo and text": (("--demo", "--text", "a"), "choose one"),
+    "layers": (("--demo", "--layers", "1-"), "expected numbers and ranges"),
+    "no such layer": (("--demo", "--layers", "0,5"), "layers asks for 5"),
+    "method": (("--demo", "--method", "covv"), "did you mean 'cov'"),
+    "eps": (("--demo", "--eps", "x"), "expected numbers separated by commas"),
+    "plot": (("--demo", "--plot", "a.bmp"), "ends in .png, .svg or .pdf"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_bad_calls_get_one_line_and_status_2(run: Run, case: str) -> None:  # noqa: F811
+    arguments, message = BAD_CALLS[case]
+    done = run("analyze", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_token_ids_are_read_from_a_file(tmp_path: Path) -> None:
+    loaded, file = LoadedModel("texts", Texts().eval(), batch(4)), tmp_path / "ids.txt"
+    file.write_text("1 2 3\n4 5 6\n\n")
+    found = _with_ids(loaded, file, max_tokens=2)
+    assert isinstance(found.inputs, dict)
+    assert found.inputs["input_ids"].tolist() == [[1, 2], [4, 5]]
+    assert found.tokens == [["1", "2"], ["4", "5"]]
+    for content, message in {
+        "1 2\n3": "lines of 2, 1 ids",
+        "": "lines of no ids",
+        "a b": "cannot be read as token ids",
+        "1 50": "has the id 50; 'texts' knows 0 to 49",
+    }.items():
+        file.write_text(content)
+        with pytest.raises(InputError, match=message):
+            _with_ids(loaded, file, max_tokens=None)
+
+
+def test_an_interrupted_command_keeps_what_is_finished(
+    run: Run,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, calls = holdfast.analysis.run.analyse_layer, list[int]()
+
+    def interrupted(index: int, *arguments: Any) -> Any:
+        calls.append(index)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(index, *arguments)
+
+    monkeypatch.setattr(holdfast.analysis.run, "analyse_layer", interrupted)
+    page = tmp_path / "page.html"
+    done = run("analyze", "--demo", "--eps", "0.1", "--method", "plus", "--html", page)
+    assert done.returncode == 130
+    assert "interrupted; 1 of 2 layers were finished" in done.stderr
+    assert "1 of 2 layers were finished" in page.read_text()
+
+
+def _changed(layer: holdfast.AttentionLayer, **options: Any) -> holdfast.AttentionLayer:
+    names = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o", "scale", "residual", "mask", "causal")
+    return holdfast.AttentionLayer(**{name: getattr(layer, name) for name in names} | options)
