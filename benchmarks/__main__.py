@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import local_lipschitz, tight_bounds
+from benchmarks import jasmin, local_lipschitz, tight_bounds
 from benchmarks.harness import one_thread
 
-BENCHMARKS = {"local_lipschitz": local_lipschitz.run, "tight_bounds": tight_bounds.run}
+BENCHMARKS = {"jasmin": jasmin.run, "local_lipschitz": local_lipschitz.run, "tight_bounds": tight_bounds.run}
 
 
 def main() -> None:

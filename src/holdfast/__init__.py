@@ -1,8 +1,11 @@
 """Holdfast: if the input of a transformer moves by at most eps, how far can its output move, and can you prove it?"""
 
-from holdfast.api import attack, bound, local_lipschitz
-from holdfast.attention import AttentionLayer
-from holdfast.bounds import Bound, list_bounds, register_bound
+from holdfast.analysis import Analysis, analyze
+from holdfast.api import attack, bound, lipschitz_attack, lipschitz_bound, local_lipschitz
+from holdfast.attention import AttentionLayer, Rotary
+from holdfast.attention.diagnostics import AttentionReport, attention_report
+from holdfast.attention.softmax import g_k, softmax_jacobian_norm
+from holdfast.bounds import Bound, list_bounds, register_bound, register_lipschitz_bound
 from holdfast.errors import (
     HoldfastError,
     InputError,
@@ -10,26 +13,47 @@ from holdfast.errors import (
     NotApplicableError,
     SoundnessError,
     UnknownNameError,
+    UnsupportedAttentionError,
 )
-from holdfast.results import AttackResult, BoundResult, NormResult
+from holdfast.results import AttackResult, BoundResult, LipschitzResult, LipschitzWitness, NormResult
+from holdfast.tracing import TracedLayer, iter_trace, trace
+from holdfast.train import JaSMin, jasmin
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Analysis",
     "AttackResult",
     "AttentionLayer",
+    "AttentionReport",
     "Bound",
     "BoundResult",
     "HoldfastError",
     "InputError",
+    "JaSMin",
+    "LipschitzResult",
+    "LipschitzWitness",
     "MemoryLimitError",
     "NormResult",
     "NotApplicableError",
+    "Rotary",
     "SoundnessError",
+    "TracedLayer",
     "UnknownNameError",
+    "UnsupportedAttentionError",
+    "analyze",
     "attack",
+    "attention_report",
     "bound",
+    "g_k",
+    "iter_trace",
+    "jasmin",
+    "lipschitz_attack",
+    "lipschitz_bound",
     "list_bounds",
     "local_lipschitz",
     "register_bound",
+    "register_lipschitz_bound",
+    "softmax_jacobian_norm",
+    "trace",
 ]
