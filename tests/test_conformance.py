@@ -15,6 +15,7 @@ from holdfast import AttentionLayer, Bound
 from holdfast.attacks import Attack, Objective, ProjectedAscent, objectives
 from holdfast.attention import AttentionJacobian, ScoreOperator, ValueOperator, fold, score_operator
 from holdfast.attention.covariances import ValueCovariance
+from holdfast.attention.heads import HeadJacobians
 from holdfast.attention.mean_split import CommonPart, Coupling, OtherPart
 from holdfast.attention.measure import WeightedJacobian
 from holdfast.attention.moments import RowMoments, ScoreMoments
@@ -109,6 +110,13 @@ class TestQueryBlocks(ProvableConformance):
 class TestWeightedJacobian(OperatorConformance):
     def build(self, layer: AttentionLayer, x: Tensor) -> WeightedJacobian:
         return WeightedJacobian(layer, x, 1 / torch.arange(1, x.shape[-2] + 1).to(x))
+
+
+class TestHeadJacobians(OperatorConformance):
+    fixed_basis = False
+
+    def build(self, layer: AttentionLayer, x: Tensor) -> HeadJacobians:
+        return HeadJacobians(layer, x)
 
 
 class TestCommonPart(ProvableConformance):

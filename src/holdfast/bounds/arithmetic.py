@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, final
 
+import torch
 from torch import Tensor
 
 from holdfast.linalg import Array, Ball, MatrixOperator, ProvableOperator, estimate, upper
@@ -46,6 +47,10 @@ class Arithmetic(ABC, Generic[Array]):
     def number(self, x: Array) -> Tensor:
         """What is reported of a result."""
 
+    @abstractmethod
+    def product(self, left: Array, right: Array) -> Array:
+        """The product of left and right^T, (…, m, k) and (…, n, k) to (…, m, n), or to fewer columns by an isometry."""
+
     @final
     def matrix_norm(self, matrix: Array) -> Array:
         """The spectral norm of matrices (…, m, n)."""
@@ -71,6 +76,9 @@ class Proved(Arithmetic[Ball]):
     def number(self, x: Ball) -> Tensor:
         return x.upper
 
+    def product(self, left: Ball, right: Ball) -> Ball:
+        return left @ right.mT
+
 
 @final
 class Numerical(Arithmetic[Tensor]):
@@ -94,3 +102,7 @@ class Numerical(Arithmetic[Tensor]):
 
     def number(self, x: Tensor) -> Tensor:
         return x
+
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        thin = right if right.shape[-1] >= right.shape[-2] else torch.linalg.qr(right, mode="r").R
+        return left @ thin.mT

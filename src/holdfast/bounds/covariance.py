@@ -72,7 +72,6 @@ class Covariance(Bound):
         zeta = a.once("zeta", lambda: a.norm(ValueOperator(layer, x)))
         weights = ball.value_spread.square().unsqueeze(-1).unsqueeze(-3) * ball.q
         scores = a.norm(ScoreMoments(ball.f.query_rows, ball.f.key_rows, a.lift(a.number(weights)))).movedim(0, -1)
-        rows, columns = ball.joint_bilinear(weights.amax((-2, -1)))
-        bilinear = rows.minimum(columns).movedim(0, -1)
+        bilinear = ball.joint_bilinear(weights.amax((-2, -1))).movedim(0, -1)
         value = (zeta.unsqueeze(-1) + scores + bilinear * eps) * eps
         return Evaluation(value, {"zeta": zeta, "scores": scores, "bilinear": bilinear})

@@ -42,8 +42,11 @@ class OverBall(Generic[Array]):
         X = a.lift(x)
         w = layer.weights(X)
         self.f: Folded[Array] = fold(layer, X)
-        self.A: Array = w.w_q @ w.w_k.mT * layer.scale
-        self.norm_A: Array = a.matrix_norm(self.A)
+        # (h, d, …) A_l, A_lᵀ and C_lᵀ, each up to an isometry on the right, which no norm below sees.
+        self._A: Array = a.product(w.w_q * layer.scale, w.w_k)
+        self._A_transposed: Array = a.product(w.w_k * layer.scale, w.w_q)
+        self._C_transposed: Array = a.product(w.w_o.mT, w.w_v)
+        self.norm_A: Array = a.matrix_norm(self._A)
         n = x.shape[-2]
         allowed = layer.allowed(n)
         every = torch.ones(n, n, dtype=torch.bool, device=x.device)
@@ -57,31 +60,30 @@ class OverBall(Generic[Array]):
     @cached_property
     def norm_C(self) -> Array:
         """(h) ‖C_l‖."""
-        return self.a.matrix_norm(self.f.c)
+        return self.a.matrix_norm(self._C_transposed)
 
     # -- norms of all heads together
 
     @cached_property
     def stacked_C(self) -> Array:
         """‖[C_1; …; C_h]‖."""
-        return self.a.matrix_norm(self.f.c.flatten(0, 1))
+        return self.a.matrix_norm(_side_by_side(self._C_transposed))
 
     @cached_property
     def rows_A(self) -> Array:
         """‖[A_1, …, A_h]‖, a bound of (Σ_l ‖A_lᵀ w‖²)^½ for unit w."""
-        return self.a.matrix_norm(self.A.movedim(0, 1).flatten(1, 2))
+        return self.a.matrix_norm(_side_by_side(self._A))
 
     @cached_property
     def joint_A(self) -> Array:
         """A bound of (Σ_l ‖G A_l G'ᵀ‖_F²)^½ for ‖G‖_F = ‖G'‖_F = 1: heads side by side, or one above the other."""
-        return self.rows_A.minimum(self.a.matrix_norm(self.A.flatten(0, 1)))
+        return self.rows_A.minimum(self.a.matrix_norm(_side_by_side(self._A_transposed)))
 
-    def joint_bilinear(self, squares: Array) -> tuple[Array, Array]:
-        """Both bounds of (Σ_l w_l² ‖G A_l G'ᵀ‖_F²)^½, for weights with the given squares (…, h)."""
-        h, d, _ = self.A.shape
-        grams = (self.A @ self.A.mT, self.A.mT @ self.A)
-        rows, columns = ((squares @ g.reshape(h, d * d)).reshape(*squares.shape[:-1], d, d) for g in grams)
-        return root(self.a.matrix_norm(rows)), root(self.a.matrix_norm(columns))
+    def joint_bilinear(self, squares: Array) -> Array:
+        """A bound of (Σ_l w_l² ‖G A_l G'ᵀ‖_F²)^½, for weights with the given squares (…, h): the same with w_l A_l."""
+        w = root(squares).unsqueeze(-1).unsqueeze(-1)
+        rows, columns = (self.a.matrix_norm(_side_by_side(w * A)) for A in (self._A, self._A_transposed))
+        return rows.minimum(columns)
 
     # -- probabilities
 
@@ -124,8 +126,7 @@ class OverBall(Generic[Array]):
         """
         weights = self.a.lift(self.a.number(weights))  # larger weights cover as well; from here on they are exact
         at_x = self.a.norm(ScoreMoments(self.f.query_rows, self.f.key_rows, weights), rough=True)
-        rows, columns = self.joint_bilinear(weights.amax((-2, -1)))
-        return at_x + rows.minimum(columns) * self.r(0) * 2.0
+        return at_x + self.joint_bilinear(weights.amax((-2, -1))) * self.r(0) * 2.0
 
     # -- spreads of values and scores, all heads together
 
@@ -237,6 +238,11 @@ def _covered_norm(a: Arithmetic[Array], w: Tensor) -> Array:
     top = torch.cat([w, torch.zeros_like(w[..., :1])], -1).topk(2, -1).values
     first, second, total = a.lift(top[..., 0]), a.lift(top[..., 1]), a.lift(w).sum(-1)
     return (first * (total - first + second) / total).masked_fill(top[..., 0] <= 0, 0.0).minimum(first)
+
+
+def _side_by_side(matrices: Array) -> Array:
+    """[M_1, …, M_h] from (…, h, m, n)."""
+    return matrices.movedim(-3, -2).flatten(-2, -1)
 
 
 def root(x: Array) -> Array:

@@ -9,7 +9,7 @@ import torch
 import typer
 
 import holdfast
-from holdfast.cli import campaign, demo, doctor, layers, repro
+from holdfast.cli import analyze, campaign, demo, doctor, layers, lipschitz, repro
 from holdfast.errors import HoldfastError
 
 app = typer.Typer(
@@ -19,9 +19,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("analyze")(analyze.analyze)
 app.command("bounds")(layers.bounds)
 app.command("bound")(layers.bound)
 app.command("attack")(layers.attack)
+app.command("lipschitz")(lipschitz.lipschitz)
+app.command("attention")(lipschitz.attention)
 app.command("demo")(demo.demo)
 app.command("campaign")(campaign.campaign)
 app.command("doctor")(doctor.doctor)
