@@ -36,6 +36,13 @@ _INPUTS_PER_JOB = 8
 _CURVE = (0.01, 0.03, 0.1, 0.3, 1.0)  # what a single eps is multiplied by to make a curve
 
 
+_SCOPES = {
+    "ball at x": "How far the output moves",
+    "point": "Slope at x",
+    "ball at 0": "Slope everywhere on a ball",
+}
+
+
 def bounds(as_json: Json = False) -> None:
     """List the bounds: name, side, scope, guarantee, cost, reference and assumptions."""
     columns = ("name", "side", "scope", "guarantees", "cost", "reference", "assumptions")
@@ -43,12 +50,17 @@ def bounds(as_json: Json = False) -> None:
     if as_json:
         emit_json("bounds", {"bounds": rows}, stdout=True, out=None)
         return
-    table = Table(title="Bounds", show_lines=True)
-    for column in columns:
-        table.add_column(column, no_wrap=column in ("name", "reference"))
-    for row in rows:
-        table.add_row(*(", ".join(cell) if isinstance(cell, tuple) else str(cell) for cell in row.values()))
-    Console().print(table)
+    for scope, title in _SCOPES.items():
+        table = Table("name", "cost", "assumptions", "reference", title=f"{title} (scope “{scope}”)")
+        table.columns[0].no_wrap = table.columns[-1].no_wrap = True
+        for row in rows:
+            if row["scope"] == scope:
+                table.add_row(*(str(row[column]) for column in ("name", "cost", "assumptions", "reference")))
+        Console().print(table)
+    offered = {"; ".join(row["guarantees"]) for row in rows}
+    Console().print(
+        f"All are upper bounds; guarantees: {', '.join(sorted(offered))}. None has a proof for rotary positions."
+    )
 
 
 def bound(
