@@ -15,7 +15,17 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from holdfast.errors import HoldfastError, InputError, MemoryLimitError
-from holdfast.linalg import AssembledOperator, Ball, FunctionJacobian, Gram, MatrixOperator, certified, estimate, upper
+from holdfast.linalg import (
+    AssembledOperator,
+    Ball,
+    FunctionJacobian,
+    Gram,
+    MatrixOperator,
+    certified,
+    estimate,
+    thin_norm,
+    upper,
+)
 from holdfast.linalg.lanczos import _dominant
 from holdfast.linalg.operator import _symmetric_product
 from holdfast.linalg.rounding import frobenius_upper
@@ -544,3 +554,12 @@ def test_a_map_that_is_not_finite_has_no_norm(bad: float) -> None:
     value = estimate(MatrixOperator(matrices)).value
     assert bool(value[1].isnan())
     torch.testing.assert_close(value[::2], torch.linalg.matrix_norm(matrices[::2], 2))
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 40), (40, 5), (2, 3, 7, 7), (1, 1)])
+def test_thin_norms_are_spectral_norms(shape: tuple[int, ...]) -> None:
+    matrix = noise(*shape) * 1e200
+    torch.testing.assert_close(thin_norm(matrix), torch.linalg.matrix_norm(matrix, 2), rtol=1e-13, atol=0)
+    matrix.flatten()[0] = math.nan
+    assert int(thin_norm(matrix).isnan().sum()) == 1
+    assert not bool(thin_norm(torch.zeros_like(matrix)).any())

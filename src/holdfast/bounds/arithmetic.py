@@ -9,11 +9,13 @@ from typing import Any, Generic, TypeVar, final
 import torch
 from torch import Tensor
 
-from holdfast.linalg import Array, Ball, MatrixOperator, ProvableOperator, estimate, upper
+from holdfast.linalg import Array, Ball, MatrixOperator, ProvableOperator, estimate, thin_norm, upper
 from holdfast.linalg.certified import GIB
 from holdfast.results import Guarantee
 
 T = TypeVar("T")
+
+_THIN = 32  # matrices of so few rows or columns are not worth an iteration
 
 
 class Arithmetic(ABC, Generic[Array]):
@@ -51,10 +53,9 @@ class Arithmetic(ABC, Generic[Array]):
     def product(self, left: Array, right: Array) -> Array:
         """The product of left and right^T, (…, m, k) and (…, n, k) to (…, m, n), or to fewer columns by an isometry."""
 
-    @final
-    def matrix_norm(self, matrix: Array) -> Array:
-        """The spectral norm of matrices (…, m, n)."""
-        return self.norm(MatrixOperator(matrix))
+    @abstractmethod
+    def matrix_norm(self, matrix: Array, *, rough: bool = False) -> Array:
+        """The spectral norm of matrices (…, m, n); `rough` as in `norm`."""
 
 
 @final
@@ -75,6 +76,9 @@ class Proved(Arithmetic[Ball]):
 
     def number(self, x: Ball) -> Tensor:
         return x.upper
+
+    def matrix_norm(self, matrix: Ball, *, rough: bool = False) -> Ball:
+        return self.norm(MatrixOperator(matrix))
 
     def product(self, left: Ball, right: Ball) -> Ball:
         return left @ right.mT
@@ -102,6 +106,11 @@ class Numerical(Arithmetic[Tensor]):
 
     def number(self, x: Tensor) -> Tensor:
         return x
+
+    def matrix_norm(self, matrix: Tensor, *, rough: bool = False) -> Tensor:
+        if min(matrix.shape[-2:]) > _THIN:
+            return self.norm(MatrixOperator(matrix), rough=rough)
+        return thin_norm(matrix)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         thin = right if right.shape[-1] >= right.shape[-2] else torch.linalg.qr(right, mode="r").R

@@ -82,7 +82,7 @@ class OverBall(Generic[Array]):
     def joint_bilinear(self, squares: Array) -> Array:
         """A bound of (Σ_l w_l² ‖G A_l G'ᵀ‖_F²)^½, for weights with the given squares (…, h): the same with w_l A_l."""
         w = root(squares).unsqueeze(-1).unsqueeze(-1)
-        rows, columns = (self.a.matrix_norm(_side_by_side(w * A)) for A in (self._A, self._A_transposed))
+        rows, columns = (self.a.matrix_norm(_side_by_side(w * A), rough=True) for A in (self._A, self._A_transposed))
         return rows.minimum(columns)
 
     # -- probabilities
@@ -165,7 +165,7 @@ class OverBall(Generic[Array]):
         a, key = self.a, self.f.key
         own = a.norm(RowMoments(self.f.query_rows, weights, own=key), rough=True)
         own = own + self._moved(a.lift(weights.amax(-1))) * (self.rows_A + self.joint_A)
-        others = a.matrix_norm(root(norm).movedim(-2, -1).unsqueeze(-1) * key.movedim(-3, -2))
+        others = a.matrix_norm(root(norm).movedim(-2, -1).unsqueeze(-1) * key.movedim(-3, -2), rough=True)
         others = others + self._moved(norm) * self.joint_A
         return root(own.square() + others.square())
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
+from holdfast.cli import smoothness
 from holdfast.cli.inputs import Json, read_eps
 from holdfast.cli.work import Job, carry_out, emit_json
+from holdfast.repro import jasmin as jasmin_module
 from holdfast.repro import tightness as module
 from holdfast.results import Guarantee
 
 app = typer.Typer(help="Make the tables and figures of the documentation again.", no_args_is_help=True)
+app.command("smoothness")(smoothness.smoothness)
 
 
 @app.callback()
@@ -27,6 +31,7 @@ def tightness(
     seeds: Annotated[int, typer.Option(min=1, help="How many random layers for each regime.")] = 3,
     eps: Annotated[str, typer.Option(help="Radii, separated by commas.")] = ",".join(map(str, module.RADII)),
     guarantee: Annotated[Literal["proved", "numerical"], typer.Option(help="Of the bounds.")] = "numerical",
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda.")] = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the figure.")] = Path("results"),
     as_json: Json = False,
 ) -> None:
@@ -35,7 +40,7 @@ def tightness(
     radii = read_eps(eps)
 
     def job(regime: module.Regime, seed: int, kind: Guarantee) -> Job[module.Measurement]:
-        return Job(f"{regime.title}, seed {seed}", lambda: module.measure(regime, seed, radii, kind))
+        return Job(f"{regime.title}, seed {seed}", lambda: module.measure(regime, seed, radii, kind, device))
 
     jobs = [job(regime, seed, guarantee) for regime in module.regimes(n, d, h) for seed in range(seeds)]
     done = carry_out(jobs)
@@ -46,4 +51,43 @@ def tightness(
         module.plot(done.results, stem)
     if not as_json:
         Console().print(*module.tables(done.results), f"Written: {stem}.json, .png, .svg", sep="\n")
+    done.exit(len(jobs))
+
+
+@app.command("jasmin")
+def jasmin(
+    ks: Annotated[str, typer.Option(help="Values of k, separated by commas.")] = "0,2,10",
+    weights: Annotated[str, typer.Option(help="Weights of the penalty, separated by commas.")] = "0.01,0.1,1",
+    seeds: Annotated[int, typer.Option(min=1, help="How many trainings for each.")] = 3,
+    epochs: Annotated[int, typer.Option(min=1, help="Of each training.")] = 60,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two epochs, one seed, one weight: a try of half a minute.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the JSON file and the figure.")] = Path("results"),
+    as_json: Json = False,
+) -> None:
+    """What the JaSMin penalty does to a small ViT on digits; finished trainings of an earlier run are kept."""
+    chosen = [float(weight) for weight in read_eps(weights)]
+    wanted = jasmin_module.settings(seeds, epochs, [int(k) for k in read_eps(ks)], chosen)
+    if quick:
+        wanted = jasmin_module.settings(1, 2, [int(k) for k in read_eps(ks)], chosen[:1])
+    stem = out / ("jasmin-quick" if quick else "jasmin")
+    path = stem.with_suffix(".json")
+    cells = jasmin_module.finished(path)
+
+    def job(setting: jasmin_module.Setting) -> Job[None]:
+        def run() -> None:
+            cells[setting] = jasmin_module.measure(setting)
+            jasmin_module.write(path, cells.values())
+
+        return Job(f"{setting.title}, seed {setting.seed}", run)
+
+    jobs = [job(setting) for setting in wanted if setting not in cells]
+    done = carry_out(jobs)
+    found = [cells[setting] for setting in wanted if setting in cells]
+    emit_json("repro jasmin", {"cells": [asdict(cell) for cell in found]}, stdout=as_json, out=None)
+    if found:
+        jasmin_module.plot(found, stem)
+    if not as_json:
+        Console().print(*jasmin_module.tables(found), f"Written: {stem}.json, .png, .svg", sep="\n")
     done.exit(len(jobs))

@@ -1,7 +1,7 @@
 """Linear maps that are applied, not stored; norms that know their side; arithmetic that knows its error."""
 
 from holdfast.linalg.certified import upper
-from holdfast.linalg.lanczos import estimate
+from holdfast.linalg.lanczos import estimate, thin_norm
 from holdfast.linalg.operator import (
     AssembledOperator,
     Enclosure,
@@ -24,5 +24,6 @@ __all__ = [
     "MatrixOperator",
     "ProvableOperator",
     "estimate",
+    "thin_norm",
     "upper",
 ]

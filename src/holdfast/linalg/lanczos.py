@@ -75,6 +75,18 @@ def estimate(
     )
 
 
+def thin_norm(matrix: Tensor) -> Tensor:
+    """(…) the spectral norm of float64 matrices (…, m, n) with few rows or few columns, from their Gram matrices."""
+    known = torch.isfinite(matrix).all(-1).all(-1)
+    matrix = matrix.where(known[..., None, None], 0.0)
+    scale = power_of_two(matrix, (-2, -1))
+    matrix = matrix / scale
+    gram = matrix @ matrix.mT if matrix.shape[-2] < matrix.shape[-1] else matrix.mT @ matrix
+    squares, _ = _leading(gram.reshape(-1, *gram.shape[-2:]))
+    norm = squares[..., -1].clamp(min=0).sqrt().reshape(gram.shape[:-2]) * scale.squeeze((-2, -1))
+    return norm.where(known, torch.nan)
+
+
 @dataclass(frozen=True)
 class _Top:
     """The largest Ritz triplet; vectors are coefficients in the two bases."""

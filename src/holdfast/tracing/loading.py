@@ -109,6 +109,13 @@ def load(
         return _with_text(model, network, source, list(text), max_tokens, download)
 
 
+def load_tokenizer(model: str, *, download: bool = False) -> Any:
+    """The tokenizer of a text model, by any name that `load` takes for one."""
+    source, transformers = _source(model), require("transformers", "hf")
+    with _quiet(transformers), _one_line(model, download):
+        return transformers.AutoTokenizer.from_pretrained(**source.arguments(download))
+
+
 # -- where a model is
 
 
