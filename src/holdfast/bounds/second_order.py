@@ -21,7 +21,7 @@ from holdfast.bounds.over_ball import ROOT2, OverBall, root
 from holdfast.linalg import Array
 
 _CELLS = 512
-_NODES = 8
+_NODES = 6
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class SecondOrder(Bound):
 
     name = "second-order"
     score_terms = ("bias",)
-    cost = "three norms of size nd x nd; for every node (8 or more) one of size nd x hn², and n of size hn x d"
+    cost = "three norms of size nd x nd; for every node (6 or more) one of size nd x hn², and n of size hn x d"
     reference: ClassVar[str] = "holdfast"
 
     def _refusal(self, layer: AttentionLayer) -> str | None:

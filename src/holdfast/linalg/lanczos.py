@@ -221,13 +221,12 @@ class _Basis:
 
 def _length(vector: Tensor) -> Tensor:
     """Euclidean lengths, without overflow or underflow."""
-    length: Tensor
-    if vector.dtype == torch.float32:  # its squares are float64 numbers
-        length = torch.linalg.vector_norm(vector, dim=-1, dtype=torch.float64)
-        return length
-    scale = power_of_two(vector, (-1,))
-    length = torch.linalg.vector_norm(vector / scale, dim=-1, dtype=torch.float64)
-    return length * scale.squeeze(-1)
+    length: Tensor = torch.linalg.vector_norm(vector, dim=-1, dtype=torch.float64)
+    # Squares of float32 numbers are float64 numbers; those of float64 numbers may leave the range.
+    if vector.dtype == torch.float64 and not bool(((length > 1e-140) & (length < 1e150)).all()):
+        scale = power_of_two(vector, (-1,))
+        length = torch.linalg.vector_norm(vector / scale, dim=-1) * scale.squeeze(-1)
+    return length
 
 
 def _combine(basis: _Basis, coefficients: Tensor) -> Tensor:

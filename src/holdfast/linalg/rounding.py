@@ -238,7 +238,9 @@ class Ball:
         mid = self.mid.exp()
         bound = self.mid.clamp(min=_EXP_LEAST).exp()
         rad = bound * (torch.expm1(self.rad) * (1 + _EXP_ULPS) + _EXP_ULPS)
-        return Ball(mid, _grow(rad))
+        # All members, and the midpoint, lie between 0 and the largest: less where the exponent is known badly.
+        largest = self.upper.clamp(min=_EXP_LEAST).exp() * (1 + _EXP_ULPS)
+        return Ball(mid, _grow(torch.fmin(rad, largest)))  # -inf ± inf has no largest
 
     def log(self) -> Ball:
         """The logarithm of positive members; unbounded where a member may vanish."""
