@@ -304,6 +304,46 @@ def test_layer_norm_stays_within_its_radius(d: int) -> None:
     assert layer_norm_radius(w) == rms_norm_radius(w)
 
 
+def test_radius_of_huge_weights_does_not_overflow() -> None:
+    w, b = (torch.tensor(row, dtype=torch.float64) for row in ([1e160, 1e160], [1e160, 0.0]))
+    assert layer_norm_radius(w, b) == pytest.approx((math.sqrt(2) + 1) * 1e160)
+
+
+# -- large scores and odd exponents
+
+
+def test_sharp_bound_does_not_overflow_before_its_value() -> None:
+    """αR = 1e20: the smallest probabilities are unknown, but they are small."""
+    layer = one_head(-torch.eye(2))
+    value = holdfast.lipschitz_bound(layer, radius=1e10, tokens=3, method="castin-sharp").value
+    assert float(value) == pytest.approx((math.sqrt(3) + 1) * 1e20)
+
+
+@pytest.mark.parametrize("dead", ["w_v", "w_o"])
+def test_a_head_that_writes_nothing_does_not_overflow(dead: str) -> None:
+    case = make_case("dead", h=3, biases=True, residual=0.5)
+    weight = getattr(case.layer, dead).clone()
+    weight[1] = 0.0
+    layer = changed(case.layer, **{dead: weight})
+    silent, loud = (
+        changed(layer, **{dead: 0 * weight}),
+        changed(layer, w_q=layer.w_q * torch.tensor([1, 1e6, 1])[:, None, None]),
+    )
+    assert holdfast.lipschitz_bound(silent, radius=1e3, tokens=4, method="mean-field").value == pytest.approx(0.5)
+    values = [holdfast.lipschitz_bound(each, radius=1.0, tokens=4, method="mean-field").value for each in (layer, loud)]
+    assert values[0] == values[1]
+
+
+def test_exponents_next_to_one() -> None:
+    layer, p = one_head(random_matrix(2, 0), causal=True), 1 + 2.0**-52
+    value = holdfast.lipschitz_bound(layer, radius=0.5, tokens=3, p=p, method="mean-field-masked").value
+    assert 2.0**52 <= value < math.inf
+    with pytest.raises(
+        holdfast.InputError, match="p is a whole number beyond float64; expected a number from 1 to inf"
+    ):
+        holdfast.lipschitz_bound(layer, radius=0.5, tokens=3, p=10**400)
+
+
 # -- refusals
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import holdfast
-from holdfast import AttentionLayer, InputError, NotApplicableError
-from holdfast.attacks import adversarial_configuration
+from holdfast import AttentionLayer, HoldfastError, InputError, NotApplicableError
+from holdfast.attacks import adversarial_configuration, two_diracs
 from holdfast.attacks.configurations import dominant_tokens, inside
 from holdfast.attention.rotary import Rotary
 from holdfast.testing import changed, make_case
@@ -145,6 +145,23 @@ def test_any_radius(radius: float) -> None:
     assert bool(torch.isfinite(found.lower))
     assert bool((found.witness.norm(dim=-1) <= radius).all())
     assert found.lower <= holdfast.lipschitz_bound(layer, radius=radius, tokens=4).value
+
+
+@pytest.mark.parametrize(("radius", "digits"), [(1e3, 1e-8), (1e4, 1e-6), (1e5, 1e-2)])
+def test_large_scores_cost_few_digits(radius: float, digits: float) -> None:
+    """Scores of 1e10: two tokens attend to the third and to nothing else, so the slope is √2."""
+    found = adversarial_configuration(one_head(-torch.eye(2)), radius, 3)
+    assert math.sqrt(2) * (1 - digits) <= found.lower <= math.sqrt(2)
+
+
+@pytest.mark.parametrize("radius", [1e77, 1e150])
+def test_radii_that_overflow_are_refused(radius: float) -> None:
+    for attack in (
+        lambda: adversarial_configuration(one_head(-torch.eye(2)), radius, 3),
+        lambda: two_diracs(one_head(-torch.eye(2)), radius),
+    ):
+        with pytest.raises(HoldfastError, match="overflowed float64; use a smaller radius"):
+            attack()
 
 
 def test_one_token_is_linear() -> None:

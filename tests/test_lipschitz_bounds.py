@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from pathlib import Path
@@ -280,6 +281,9 @@ def test_a_slope_bounds_nothing_over_a_ball_at_x(method: str) -> None:
         ({"x": X, "method": "castin-ball"}, "'castin-ball' holds on a ball around 0; pass radius= and tokens="),
         ({"radius": 1.0, "tokens": 4, "method": "yudin"}, "'yudin' holds at a point; pass x"),
         ({"radius": -1.0, "tokens": 4}, "radius is -1.0; expected a finite number"),
+        ({"radius": 10**400, "tokens": 4}, "radius is a whole number beyond float64; expected a finite number"),
+        ({"x": X, "method": None}, "method at a point is None; expected a name, one of best, "),
+        ({"x": X, "method": ["yudin"]}, r"method at a point is \['yudin'\]; expected a name"),
         ({"radius": [], "tokens": 4}, "radius is an empty sequence"),
         ({"radius": 1.0, "tokens": 0}, "tokens is 0; expected how many tokens"),
         ({"radius": 1.0, "tokens": 2.5}, "tokens is 2.5; expected how many tokens"),
@@ -344,6 +348,43 @@ def test_a_value_below_an_attained_slope_is_withheld() -> None:
             HalfAtPoint()(LAYER, X, guarantee=guarantee)
         with pytest.raises(SoundnessError, match="'small' returned a value below one that is attained"):
             SmallOnBall()(LAYER, 1.0, 4, guarantee=guarantee)
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens", "memory", "looked_at"),
+    [
+        ({}, 4, 1e9, 4),
+        ({}, 3000, 1e9, 250),  # a divisor
+        ({}, 3001, 1e9, 1),
+        ({"causal": True}, 3001, 1e9, 256),
+        ({}, 3000, 1e6, 40),
+        ({"causal": True}, 3000, 1e6, 44),
+        ({"mask": torch.ones(4, 4, dtype=torch.bool)}, 4, 1e9, 4),
+        ({"mask": torch.ones(300, 300, dtype=torch.bool)}, 300, 1e9, None),
+        ({}, 4, 100, None),
+    ],
+)
+def test_check_of_a_ball_keeps_to_the_memory(
+    options: dict[str, object], tokens: int, memory: float, looked_at: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def record(layer: AttentionLayer, x: Tensor) -> Tensor:
+        seen.append(x.shape[-2])
+        return attained_gain(layer, x)
+
+    monkeypatch.setattr("holdfast.bounds.lipschitz.attained_gain", record)
+    layer = changed(LAYER, residual=0.0, **options)
+    with contextlib.suppress(SoundnessError):
+        SmallOnBall()(layer, 1.0, tokens, memory_limit=memory)
+    assert seen == ([] if looked_at is None else [looked_at])
+
+
+def test_copies_that_move_alike_have_the_slope_of_one_sequence() -> None:
+    for seed in range(5):
+        case = make_case("copies", seed, n=3, h=2, biases=True)
+        one, three = (holdfast.local_lipschitz(case.layer, x).value for x in (case.x, case.x.repeat(1, 3, 1)))
+        assert bool((three >= one * (1 - 1e-6)).all())
 
 
 class KitForHalf(PointBoundConformance):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import holdfast
-from holdfast import AttentionLayer, InputError, NotApplicableError
+from holdfast import AttentionLayer, HoldfastError, InputError, NotApplicableError
 from holdfast.attacks import split_attack, two_diracs
 from holdfast.attention.measure import WeightedJacobian, doubled, on_measure
 from holdfast.attention.rotary import Rotary
@@ -156,6 +156,23 @@ def test_witness_attains_the_law_on_random_layers() -> None:
         torch.testing.assert_close(found.lower, ratio, rtol=1e-4, atol=1e-6)
         helped += int((found.gain > 1.001).sum())
     assert 0 < helped < 40
+
+
+def test_nothing_moves_at_the_origin() -> None:
+    """The step is a share of the longest token: where all are 0 nothing moves, which is no number less than 0."""
+    x, weights = torch.zeros(2, 1, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    for found in (split_attack(scalar_layer(), x), split_attack(scalar_layer(), x, weights)):
+        assert float(found.lower) == 0.0
+        assert float(found.gain) == 1.0
+    silent = changed(scalar_layer(), w_v=0 * weights[:1, None, None])
+    assert float(split_attack(silent, x + 1, weights).gain) == 1.0
+
+
+def test_inputs_that_overflow_are_refused() -> None:
+    x, weights = torch.tensor([[1e200], [-1e200]], dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    for given in (None, weights):
+        with pytest.raises(HoldfastError, match="overflowed float64; use smaller weights or inputs"):
+            split_attack(scalar_layer(), x, given)
 
 
 # -- two Dirac masses

@@ -214,6 +214,15 @@ def test_exponential(a: Case) -> None:
         assert_holds(ball.exp(), EXP(z))
 
 
+def test_exponential_of_a_badly_known_exponent_is_between_0_and_the_largest() -> None:
+    for mid, rad in ((-1e19, 1e4), (-2000.0, 1000.0), (-1e300, 1e290)):
+        ball = Ball(tensor(mid), tensor(rad)).exp()
+        assert 0.0 <= ball.upper < 1e-299
+    wide = Ball(tensor(-20.0), tensor(19.0)).exp()
+    assert float(EXP(Fraction(-1))) <= wide.upper < 0.37
+    assert not bool(torch.isfinite(Ball(tensor(-math.inf), tensor(math.inf)).exp().upper))
+
+
 @quickly
 @given(a=cases(4))
 @example(a=point([1.0, 1 + 2 * UNIT, 1 - UNIT, 1e-320], [0.0, 0.0, 1e-300, 9e-321]))

@@ -166,17 +166,38 @@ def test_narrow_types_are_rounded_outward_where_the_norm_is_tiny(dtype: torch.dt
                 assert values["lower"] <= truth * (1 + mp.mpf(10) ** -100)
 
 
+@pytest.mark.parametrize("off", [0.0, 3e-16, 1e-12, -1e-12, 9e-3, -9e-3])
 @pytest.mark.parametrize("tail", [0.3, 1e-6, 1e-12, 1e-30])
-def test_float64_is_rounded_outward_for_the_normalised_row(tail: float) -> None:
-    """A factor S² of at most 1e-15 remains: the value is that of diag(Sp) - ppᵀ."""
-    rows = peaked(5, tail)
+def test_float64_is_rounded_outward_for_the_normalised_row(tail: float, off: float) -> None:
+    rows = peaked(5, tail) * (1 + off)
     values = {method: softmax_jacobian_norm(rows, method).tolist() for method in METHODS}
     with mp.workdps(60):
         for i, row in enumerate(rows.tolist()):
-            entries = [mp.mpf(entry) for entry in row]
-            truth = root(entries) * mp.fsum(entries) ** 2
+            truth = root([mp.mpf(entry) for entry in row])
             assert all(values[method][i] >= truth for method in UPPER)
             assert values["lower"][i] <= truth
+
+
+def test_float64_rows_that_miss_the_sum_1_are_also_taken_as_they_stand() -> None:
+    """Scaled rows, and rows of float32 that were cast: S is off by far more than float64 rounds."""
+    scaled = [(normal(200, 6) * 2).softmax(-1) * (1 + off) for off in (-9e-3, -1e-9, 1e-9, 9e-3)]
+    cast = [(normal(200, n) * std).float().softmax(-1).double() for n in (2, 50) for std in (1.0, 3.0, 9.0)]
+    for p in (*scaled, *cast, torch.tensor([[0.4955, 0.4955], [0.5045, 0.5045]], dtype=torch.float64)):
+        for truth in (normalised(p), as_it_stands(p)):
+            for method in UPPER:
+                assert bool((softmax_jacobian_norm(p, method) >= truth - 2e-15).all()), method
+            assert bool((softmax_jacobian_norm(p, "lower") <= truth + 2e-15).all())
+
+
+def test_subnormal_tails_are_rounded_outward() -> None:
+    least = 5e-324
+    for second, third in ((3, 3), (1, 0), (1, 1), (7, 2), (40, 13)):
+        p = torch.tensor([1.0, second * least, third * least], dtype=torch.float64)
+        values = {method: mp.mpf(float(softmax_jacobian_norm(p, method))) for method in METHODS}
+        with mp.workdps(700):
+            truth = root([mp.mpf(entry) for entry in p.tolist()])
+            assert all(values[method] >= truth for method in UPPER)
+            assert values["lower"] <= truth
 
 
 def test_the_tail_is_summed() -> None:
@@ -210,6 +231,19 @@ def test_g_k_bounds_the_eigenvalues_in_order() -> None:
     top = torch.cat([p.sort(-1, descending=True).values, torch.zeros(200, 1)], -1)
     torch.testing.assert_close(bounds, top[:, :-1] * (1 - top[:, :-1] + top[:, 1:]), rtol=1e-12, atol=1e-15)
     torch.testing.assert_close(bounds[:, 0], softmax_jacobian_norm(p, "g1"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *NARROW], ids=str)
+def test_g_k_holds_for_rows_that_do_not_sum_to_one(dtype: torch.dtype) -> None:
+    """For every eigenvalue, of the row normalised and of the numbers as they stand."""
+    rows = [(normal(40, 3) * std).to(dtype).softmax(-1) * 0.995 for std in (0.1, 1.0, 4.0, 12.0)]
+    for p in (torch.tensor([[1 - 2.0**-12, 0.0, 0.0], [1.0, 2.0**-9, 0.0]]).to(dtype), *rows):
+        wide = p.double()
+        for q in (wide, wide / wide.sum(-1, keepdim=True)):
+            eigenvalues = torch.linalg.eigvalsh(torch.diag_embed(q) - q.unsqueeze(-1) * q.unsqueeze(-2)).flip(-1)
+            for k in (1, 2, 3):
+                assert bool((g_k(p, k).double() >= eigenvalues[:, k - 1] - 2e-15).all())
+        assert torch.equal(g_k(p, 1), softmax_jacobian_norm(p, "g1"))
 
 
 # -- derivatives

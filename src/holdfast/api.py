@@ -68,7 +68,8 @@ def lipschitz_bound(
         method: a name that `list_bounds` shows with the scope "point" (for x) or "ball at 0" (for a radius).
         radius: R, or a sequence of them: no token is longer.
         tokens: how many tokens there are.
-        p: exponent of the W_p distance between inputs and between outputs; 2 is the Frobenius norm.
+        p: exponent of the distance between inputs and between outputs: W_p without a mask, token-wise otherwise; 2 is
+            the Frobenius norm.
         guarantee: "proved" (float64, rounded outward) or "numerical" (faster; norms from an iteration).
         memory_limit: bytes that one proved norm may hold.
 

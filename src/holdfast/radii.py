@@ -1,4 +1,4 @@
-"""Radii as users give them: one number or a sequence."""
+"""Numbers as users give them, and radii: one number or a sequence."""
 
 from __future__ import annotations
 
@@ -8,12 +8,24 @@ from collections.abc import Sequence
 from holdfast.errors import InputError
 
 
+def check_number(value: object, name: str, expected: str) -> float:
+    """A number as a float; `name` is the caller's word for it."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise InputError(f"{name} is {value!r}; expected {expected}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise InputError(f"{name} is a whole number beyond float64; expected {expected}") from None
+
+
 def check_radii(eps: float | Sequence[float], name: str = "eps") -> list[float]:
     """Radii as floats; each must be finite and not negative. `name` is the caller's word for them."""
     given = list(eps) if isinstance(eps, Sequence) and not isinstance(eps, str) else [eps]
     if not given:
         raise InputError(f"{name} is an empty sequence; expected at least one radius")
-    for value in given:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
-            raise InputError(f"{name} is {value!r}; expected a finite number that is not negative")
-    return [float(value) for value in given]
+    expected = "a finite number that is not negative"
+    radii = [check_number(value, name, expected) for value in given]
+    for value in radii:
+        if not math.isfinite(value) or value < 0:
+            raise InputError(f"{name} is {value!r}; expected {expected}")
+    return radii

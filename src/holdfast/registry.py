@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
-from holdfast.errors import HoldfastError, UnknownNameError
+from holdfast.errors import HoldfastError, InputError, UnknownNameError
 
 T = TypeVar("T")
 
@@ -37,6 +37,8 @@ class Registry(Generic[T]):
 
     def __getitem__(self, name: str) -> T:
         self._load_plugins()
+        if not isinstance(name, str):
+            raise InputError(f"{self.kind} is {name!r}; expected a name, one of {', '.join(sorted(self._items))}")
         if name not in self._items:
             raise UnknownNameError(self.kind, name, self._items)
         return self._items[name]

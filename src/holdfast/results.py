@@ -88,7 +88,8 @@ class LipschitzResult:
     Attributes:
         value: (b…) at points; () or (r) on balls around 0.
         scope: "point": the norm of the Jacobian there and nowhere else; "ball at 0": the Lipschitz constant on
-            sequences of `tokens` tokens of length at most `radius`, for the W_p distance.
+            sequences of `tokens` tokens of length at most `radius`, for the W_p distance without a mask and token-wise,
+            (Σ_i |x_i - y_i|^p)^{1/p}, otherwise.
         radius: the radius, or the radii, as given; None at points, like `tokens` and `p`.
         terms: the named quantities of the formula.
         notes: what the method has to say: which one won, what did not apply.

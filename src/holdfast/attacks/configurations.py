@@ -23,7 +23,7 @@ from torch import Tensor
 from holdfast.attention import AttentionJacobian, AttentionLayer
 from holdfast.attention.measure import WeightedJacobian
 from holdfast.attention.paths import paths
-from holdfast.errors import InputError, NotApplicableError, SoundnessError
+from holdfast.errors import HoldfastError, InputError, NotApplicableError, SoundnessError
 from holdfast.linalg import Ball, estimate
 from holdfast.linalg.rounding import frobenius
 from holdfast.radii import check_radii
@@ -52,7 +52,7 @@ def adversarial_configuration(layer: AttentionLayer, radius: float, tokens: int)
         raise InputError(f"tokens is {tokens}; one dominant token needs at least one other")
     with torch.no_grad():
         choices = dominant_tokens(layer, radius)
-        promised = choices.guaranteed(layer, tokens)
+        promised = _finite(choices.guaranteed(layer, tokens), radius)
         kept = promised.topk(min(_KEPT, len(promised))).indices
         found = steepest(layer, choices.tokens(tokens)[kept], radius, "dominant token", promised[kept])
     return replace(found, seconds=time.perf_counter() - began)
@@ -76,7 +76,7 @@ def two_diracs(layer: AttentionLayer, radius: float) -> LipschitzWitness:
         choices = dominant_tokens(layer, radius)
         t = torch.logspace(-3, 3, 121, dtype=torch.float64, device=layer.device)
         odds = ((-choices.own_gap).exp().unsqueeze(-1) / t).clamp(min=_LEAST_ODDS)  # (s, t)
-        promised = choices.slope(odds) / odds.sqrt()
+        promised = _finite(choices.slope(odds) / odds.sqrt(), radius)
         best = int(promised.argmax())
         choice, light = best // len(t), odds.flatten()[best]
         weights = torch.stack([light, torch.ones_like(light)]) / (1 + light)
@@ -84,7 +84,7 @@ def two_diracs(layer: AttentionLayer, radius: float) -> LipschitzWitness:
         norm = estimate(WeightedJacobian(layer, x, weights), tolerance=_TOLERANCE)
     assert norm.right is not None
     return LipschitzWitness(
-        lower=norm.value,
+        lower=_finite(norm.value, radius),
         witness=x,
         direction=norm.right / weights.sqrt().unsqueeze(-1),
         radius=radius,
@@ -184,6 +184,12 @@ def steepest(
         guarantee="proved",
         guaranteed=None if guaranteed is None else float(guaranteed.amax()),
     )
+
+
+def _finite(slope: Tensor, radius: float) -> Tensor:
+    if not bool(torch.isfinite(slope).all()):
+        raise HoldfastError(f"the slope at tokens of length {radius:g} overflowed float64; use a smaller radius")
+    return slope
 
 
 def inside(x: Float[Tensor, "*s n d"], radius: float) -> Float[Tensor, "*s n d"]:

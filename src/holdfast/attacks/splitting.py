@@ -19,7 +19,7 @@ from torch import Tensor
 from holdfast.attention import AttentionJacobian, AttentionLayer, checks, fold
 from holdfast.attention.measure import WeightedJacobian, doubled, on_measure
 from holdfast.attention.query_path import QueryBlocks
-from holdfast.errors import InputError
+from holdfast.errors import HoldfastError, InputError
 from holdfast.linalg import LinearOperator, estimate
 from holdfast.movement import distance, movement
 from holdfast.results import Guarantee, Side
@@ -62,8 +62,8 @@ class SplitResult:
 
     @property
     def gain(self) -> Tensor:
-        """(b…) how many times larger it is than ‖DF(X)‖."""
-        return self.slope / self.local
+        """(b…) how many times larger it is than ‖DF(X)‖; 1 where both are 0."""
+        return torch.where(self.slope > 0, self.slope / self.local, 1.0)
 
 
 def split_attack(
@@ -108,6 +108,8 @@ def split_attack(
         pair = doubled(measure, n)
         witness, moved = torch.cat([x, x], -2), torch.cat([x + apart, x - apart], -2)
         lower = _ratio(pair, witness, moved, weights)
+    if not bool(torch.isfinite(torch.cat([local.unsqueeze(-1), blocks.value, lower.unsqueeze(-1)], -1)).all()):
+        raise HoldfastError("the slope at x overflowed float64; use smaller weights or inputs")
     return SplitResult(
         local=local,
         divided=blocks.value,
@@ -128,5 +130,6 @@ def _ratio(layer: AttentionLayer, x: Tensor, moved: Tensor, weights: Tensor | No
         return (movement(layer, x, moved) / distance(x, moved)).lower.nan_to_num(nan=0.0).clamp(min=0)
     root = torch.cat([weights, weights], -1).sqrt().unsqueeze(-1)
     far, near = root * (layer(moved) - layer(x)), root * (moved - x)
-    ratio: Tensor = torch.linalg.vector_norm(far, dim=(-2, -1)) / torch.linalg.vector_norm(near, dim=(-2, -1))
+    far, near = (torch.linalg.vector_norm(t, dim=(-2, -1)) for t in (far, near))
+    ratio: Tensor = far / torch.where(near > 0, near, torch.inf)  # 0 where nothing moves
     return ratio

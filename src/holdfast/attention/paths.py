@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from holdfast.attention.layer import AttentionLayer, merge_heads, project
-from holdfast.linalg.rounding import Array
+from holdfast.linalg.rounding import Array, as_ball
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,11 @@ def paths(layer: AttentionLayer, x: Array, g: Array) -> Paths[Array]:
     if layer.rotary is not None:
         dq, dk = layer.rotary.turn(dq), layer.rotary.turn(dk)
 
+    likeliest = as_ball(parts.p).mid.argmax(-1, keepdim=True)
+
     def as_scores_move(ds: Array) -> Array:
-        weighted = parts.p * ds * layer.scale
+        # A constant along the row drops out: that of its likeliest key spares the digits where scores are large.
+        weighted = parts.p * (ds - as_ball(ds).mid.gather(-1, likeliest)) * layer.scale
         return weighted @ parts.v - weighted.sum(-1, keepdim=True) * parts.y
 
     return Paths(

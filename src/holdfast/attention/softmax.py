@@ -1,8 +1,8 @@
 """The Jacobian of softmax, M(p) = diag(p) - ppᵀ: its norm, exactly and by bounds (docs/math/softmax.md).
 
-Rounding leaves rows whose sum S is not quite 1. Such a row stands for p/S, and M(p) for diag(Sp) - ppᵀ, the same matrix
-where S = 1: so 1 - p_1 is always the sum of the tail. Relative errors of the entries are then relative errors of the
-norm, also where p_1 is near 1.
+Rounding leaves rows whose sum S is not quite 1. Such a row stands for p/S, and what is computed is S² M(p/S), which is
+diag(Sp) - ppᵀ: so 1 - p_1 is always the sum of the tail. Relative errors of the entries are then relative errors of the
+norm, also where p_1 is near 1. The powers of S, and where S is far from 1 other readings of the row, are paid for last.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def softmax_jacobian_norm(p: Float[Tensor, "*b n"], method: SoftmaxMethod = "exact") -> Float[Tensor, "*b"]:
     """The spectral norm of the Jacobian of softmax at probabilities p, over the last dimension.
 
-    "exact" has a relative accuracy of 1e-10 in float64. "exact", "g1" and "u2" are rounded up and "lower" down: for the
-    row p/S with S its sum, and in types narrower than float64 also for diag(p) - ppᵀ of the numbers as they stand.
+    "exact", "g1" and "u2" are rounded up and "lower" down, for the row p/S with S its sum; and also for diag(p) - ppᵀ
+    of the numbers as they stand, except in float64 where S, as computed, is within (n + 16) 2⁻⁵³ of 1. There "exact"
+    has a relative accuracy of 1e-10 for n up to 50,000.
 
     Args:
         p: probabilities, of any floating dtype; computed in float64.
@@ -39,7 +40,7 @@ def softmax_jacobian_norm(p: Float[Tensor, "*b n"], method: SoftmaxMethod = "exa
             entries; or "lower", a lower bound within a few percent.
 
     Returns:
-        The norms in the dtype of p, differentiable once; where the norm has a kink, some subgradient.
+        The norms in the dtype of p, differentiable once (as ‖diag(Sp) - ppᵀ‖); at a kink, some subgradient.
 
     Example:
         >>> softmax_jacobian_norm(torch.tensor([0.5, 0.5, 0.0]), "g1")
@@ -55,7 +56,8 @@ def softmax_jacobian_norm(p: Float[Tensor, "*b n"], method: SoftmaxMethod = "exa
 def g_k(p: Float[Tensor, "*b n"], k: int) -> Float[Tensor, "*b"]:
     """A bound p_k (1 - p_k + p_{k+1}) of the k-th eigenvalue of M(p), from the sorted probabilities, p_{n+1} = 0.
 
-    g_1 >= g_2 >= …, and g_1 <= ½ (Yudin et al. 2025). Rounded up, and differentiable once.
+    g_1 >= g_2 >= …, and g_1 <= ½ (Yudin et al. 2025). Rounded up for the rows for which `softmax_jacobian_norm` is, and
+    differentiable once.
 
     Args:
         p: probabilities, of any floating dtype; computed in float64.
@@ -98,12 +100,11 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, p: Tensor, method: SoftmaxMethod | int) -> Tensor:
         ctx.save_for_backward(p)
         ctx.method = method
-        rows, wide = SoftmaxRows(p.double()), p.dtype == torch.float64
+        rows = SoftmaxRows(p.double())
+        literal = rows.misses_one | (p.dtype != torch.float64)
         if method == "lower":
-            return _narrow(rows.rounded_down() if wide else rows.rounded_down_as_it_stands(), p.dtype, -1)
-        if isinstance(method, int):
-            return _narrow(rows.g(method) * rows.growth, p.dtype, 1)
-        return _narrow(rows.upper(method) if wide else rows.upper_as_it_stands(method), p.dtype, 1)
+            return _narrow(rows.lower_of_all_readings(literal), p.dtype, -1)
+        return _narrow(rows.upper_of_all_readings(method, literal), p.dtype, 1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -114,8 +115,7 @@ class _Norm(torch.autograd.Function):
             return (SoftmaxRows(p.double()).exact_slopes() * gradients[0].unsqueeze(-1)).to(p.dtype), None
         with torch.enable_grad():
             q = p.detach().double().requires_grad_()
-            rows = SoftmaxRows(q)
-            value = rows.g(ctx.method) if isinstance(ctx.method, int) else getattr(rows, ctx.method)()
+            value = SoftmaxRows(q).closed_form(ctx.method)
             slopes = torch.autograd.grad(value, q, gradients[0].double())[0]
         return slopes.to(p.dtype), None
 
@@ -168,7 +168,22 @@ class SoftmaxRows:
         """(…) S."""
         return self._top[0][..., 0] + self.tail
 
+    @property
+    def misses_one(self) -> Tensor:
+        """(…) whether S, as computed, differs from 1 by more than rounding explains."""
+        return (self.total - 1).abs() > self._unit_errors
+
+    @property
+    def _unit_errors(self) -> float:
+        """What a sum of n terms and a few operations may lose, relatively."""
+        return (self.p.shape[-1] + 16) * UNIT
+
     # -- closed forms, up to rounding
+
+    def closed_form(self, method: SoftmaxMethod | int) -> Tensor:
+        """(…) a method other than "exact" by its name, or g_k by k."""
+        value: Tensor = self.g(method) if isinstance(method, int) else getattr(self, method)()
+        return value
 
     def g(self, k: int) -> Tensor:
         """(…) p_k (S - p_k + p_{k+1})."""
@@ -229,7 +244,7 @@ class SoftmaxRows:
 
     def _exact_upper(self) -> Tensor:
         """(…) Sλ from above: a little beyond the root, accepted where the sign there is certain; else g_1."""
-        p1, error = self._top[0][..., 0], (self.p.shape[-1] + 16) * UNIT
+        p1, error = self._top[0][..., 0], self._unit_errors
         beyond = self._root * (1 + 4 * error)
         phi = 1 / self._ratios(beyond).sum(-1)
         certain = phi * (1 - 2 * error) >= (p1 - beyond) / p1 * (1 + 2 * error)
@@ -255,34 +270,32 @@ class SoftmaxRows:
     @property
     def growth(self) -> float:
         """Pays for the rounding of the closed forms: sums of n terms and a few operations."""
-        return 1 + 8 * (self.p.shape[-1] + 16) * UNIT
+        return 1 + 8 * self._unit_errors
 
-    def upper(self, method: UpperMethod) -> Tensor:
-        """(…) not below S² ‖M(p/S)‖."""
-        value = self._exact_upper() if method == "exact" else getattr(self, method)() * self.growth
+    def upper(self, method: UpperMethod | int) -> Tensor:
+        """(…) not below S² ‖M(p/S)‖, or for a number k not below the k-th eigenvalue of S² M(p/S)."""
+        value = self._exact_upper() if method == "exact" else self.closed_form(method) * self.growth
         return torch.where(self.tail > 0, value + _LEAST, value)
 
-    def rounded_down(self) -> Tensor:
-        """(…) not above it."""
-        return self.lower() * (2 - self.growth)
-
-    def upper_as_it_stands(self, method: UpperMethod) -> Tensor:
-        """(…) not below ‖M(p/S)‖, S² ‖M(p/S)‖ or ‖diag(p) - ppᵀ‖.
+    def upper_of_all_readings(self, method: UpperMethod | int, literal: Tensor) -> Tensor:
+        """(…) `upper` for S² M(p/S), for M(p/S) and, where `literal`, for diag(p) - ppᵀ.
 
         The last matrix is diag(Sp) - ppᵀ and (1 - S) diag(p), and it is not below (1 - S) p_1 times the identity.
         """
         p1, (missing, excess) = self._top[0][..., 0], self._off()
-        least = self.upper(method) / (1 - missing).square() + missing * p1
-        return torch.maximum(least, excess * p1) * self.growth
+        least = self.upper(method) / (1 - missing).square()
+        stands = torch.maximum(least + missing * p1, excess * p1)
+        return torch.where(literal, stands, least) * (1 + 16 * UNIT)
 
-    def rounded_down_as_it_stands(self) -> Tensor:
-        """(…) not above any of the three; the largest eigenvalues are at least p_2, p_2/S or S p_2."""
+    def lower_of_all_readings(self, literal: Tensor) -> Tensor:
+        """(…) not above the norm of any of them; the largest eigenvalues are at least S p_2, p_2/S and p_2."""
         (p1, p2, _), (missing, excess) = self._top[0].unbind(-1), self._off()
-        most = self.lower() / (1 + excess).square() - excess * p1
-        return torch.maximum(most, p2 * (1 - torch.maximum(missing, excess))) * (2 - self.growth)
+        most = self.lower() / (1 + excess).square()
+        stands = torch.maximum(most - excess * p1, p2 * (1 - torch.maximum(missing, excess)))
+        return (torch.where(literal, stands, most) * (2 - self.growth) - _LEAST).clamp(min=0)
 
     def _off(self) -> tuple[Tensor, Tensor]:
         """(…) upper bounds of 1 - S and of S - 1, or 0."""
         short = 1 - self._top[0][..., 0]
-        error = (self.tail + short.abs()) * (self.growth - 1)
+        error = (self.tail + short.abs()) * self._unit_errors
         return (short - self.tail + error).clamp(min=0), (self.tail - short + error).clamp(min=0)

@@ -22,7 +22,7 @@ from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import Evaluation
 from holdfast.bounds.lipschitz import BallBound, PointBound, register_lipschitz_bound
 from holdfast.linalg import Array
-from holdfast.linalg.rounding import frobenius
+from holdfast.linalg.rounding import as_ball, frobenius
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,14 @@ def heads_on_ball(a: Arithmetic[Array], layer: AttentionLayer, radius: Array) ->
 
 def _heads_on_ball(a: Arithmetic[Array], layer: AttentionLayer, radius: Array) -> Heads[Array]:
     w = layer.weights(radius)
-    A, C = w.w_q @ w.w_k.mT * layer.scale, w.w_v @ w.w_o
+    # A head that writes nothing may attend as it likes: without queries, its gain cannot overflow.
+    idle = torch.stack([(as_ball(t).mid == 0).flatten(1).all(1) for t in (w.w_v, w.w_o)]).any(0)
+    A, C = w.w_q.masked_fill(idle[:, None, None], 0.0) @ w.w_k.mT * layer.scale, w.w_v @ w.w_o
     norm_A, c = a.matrix_norm(A), a.matrix_norm(C)
     terms = {"norm_A": norm_A, "norm_C": c}
     alpha, joint_alpha = norm_A.unsqueeze(-1) * radius, a.matrix_norm(A.flatten(0, 1)) * radius
     if w.b_q is not None:
-        keys = (w.w_k @ w.b_q.unsqueeze(-1)).squeeze(-1) * layer.scale
+        keys = (w.w_k @ w.b_q.masked_fill(idle[:, None], 0.0).unsqueeze(-1)).squeeze(-1) * layer.scale
         terms["beta"] = frobenius(keys, (-1,))
         alpha, joint_alpha = alpha + terms["beta"].unsqueeze(-1), joint_alpha + a.matrix_norm(keys)
     # ‖Cov‖ <= R², and Σ_l C_lᵀ Cov_l A_lᵀ = [C_1ᵀ … C_hᵀ] diag(Cov_l) [A_1 … A_h]ᵀ.

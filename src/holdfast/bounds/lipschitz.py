@@ -5,6 +5,7 @@ None of them bounds how far the output moves in a ball around x, so none of them
 
 from __future__ import annotations
 
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -23,11 +24,13 @@ from holdfast.errors import HoldfastError, InputError, SoundnessError
 from holdfast.linalg import Array, Ball
 from holdfast.linalg.certified import GIB
 from holdfast.linalg.rounding import frobenius
-from holdfast.radii import check_radii
+from holdfast.radii import check_number, check_radii
 from holdfast.registry import Registry
 from holdfast.results import Guarantee, LipschitzResult, Scope
 
 _POWER_STEPS = 4
+_CHECKED_TOKENS = 256  # at most, in the check of a bound on a ball
+_TENSORS = 32  # of n x n numbers for each head, that the check holds at once
 
 
 class LipschitzBound(Method):
@@ -96,8 +99,9 @@ class PointBound(LipschitzBound):
 class BallBound(LipschitzBound):
     """An upper bound of the Lipschitz constant on B_R^n: sequences of n tokens, each of length at most R.
 
-    The metric is that of the W_p distance; for p = 2 and n tokens it is the Frobenius norm, and the value bounds
-    ‖DF(X)‖ at every X in B_R^n. A method states its metadata and writes `_evaluate` and `_refusal`.
+    The metric is (Σ_i |x_i|^p)^{1/p}, the Frobenius norm for p = 2, so that the value bounds ‖DF(X)‖ at every X in
+    B_R^n then. Without a mask it is also a constant for the W_p distance; with one it is not, because the order of the
+    tokens matters and W_p does not see it. A method states its metadata and writes `_evaluate` and `_refusal`.
     """
 
     scope: ClassVar[Scope] = "ball at 0"
@@ -134,24 +138,25 @@ class BallBound(LipschitzBound):
             layer: the layer; computed in float64.
             radius: R, or a sequence of r radii for a value (r).
             tokens: n, how many tokens there are.
-            p: exponent of the W_p distance, from 1 to inf.
+            p: exponent of the distance, from 1 to inf: W_p without a mask, token-wise otherwise.
             guarantee: "proved" or "numerical".
             memory_limit: bytes that one proved norm may hold.
         """
         began = time.perf_counter()
         radii = check_radii(radius, "radius")
         _check_tokens(layer, tokens)
-        if not isinstance(p, int | float) or isinstance(p, bool) or not p >= 1:
+        exponent = check_number(p, "p", "a number from 1 to inf")
+        if not exponent >= 1:
             raise InputError(f"p is {p!r}; expected a number from 1 to inf")
-        self.check_call(guarantee, self.refusal(layer, p))
-        layer, p = layer.double(), float(p)
+        self.check_call(guarantee, self.refusal(layer, exponent))
+        layer, p = layer.double(), exponent
         R = torch.tensor(radii, dtype=torch.float64, device=layer.device)
         with torch.no_grad():
             if guarantee == "proved":
                 found = _numbers(self._evaluate(Proved(memory_limit), layer, Ball.exact(R), tokens, p))
             else:
                 found = self._evaluate(Numerical(), layer, R, tokens, p)
-            attained = _attained_in_ball(layer, R, tokens) if p == 2 else torch.zeros_like(R)
+            attained = _attained_in_ball(layer, R, tokens, memory_limit) if p == 2 else torch.zeros_like(R)
             result = self._result(found, attained, guarantee)
         one = not isinstance(radius, Sequence)
         return replace(
@@ -178,14 +183,34 @@ def attained_gain(layer: AttentionLayer, x: Float[Tensor, "*b n d"]) -> Float[Te
     return gain.lower.nan_to_num(nan=0.0, neginf=0.0)  # where nothing moves, or rounding hides it
 
 
-def _attained_in_ball(layer: AttentionLayer, radii: Float[Tensor, " r"], tokens: int) -> Float[Tensor, " r"]:
-    """(r) an attained slope in each ball: at random tokens of length R."""
+def _attained_in_ball(
+    layer: AttentionLayer, radii: Float[Tensor, " r"], tokens: int, memory_limit: float
+) -> Float[Tensor, " r"]:
+    """(r) an attained slope in each ball: at random tokens of length R; 0 where there is no memory to look for one."""
     masks = () if layer.mask is None else layer.mask.shape[:-2]
+    heads = radii.numel() * layer.h * math.prod(masks)
+    tokens = _tokens_to_check(layer, tokens, memory_limit / (8 * _TENSORS * max(heads, 1)))
+    if not tokens:
+        return torch.zeros_like(radii)
     shape = (*masks, tokens, layer.d)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(radii)
     x = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True) * (1 - 1e-12)
     gain = attained_gain(layer, radii.reshape(-1, *(1 for _ in shape)) * x)
     return gain.flatten(1).amax(1) if masks else gain
+
+
+def _tokens_to_check(layer: AttentionLayer, tokens: int, pairs: float) -> int:
+    """How many tokens to look at, so that a slope there is one of `tokens` tokens too; 0 for none.
+
+    A prefix is enough for a causal layer: its derivative is a block of the whole one. Without a mask a divisor of the
+    number of tokens is: copies of a sequence that move alike have the slope of one. Another mask fits one number only.
+    """
+    most = min(tokens, _CHECKED_TOKENS, math.isqrt(int(min(pairs, 2.0**62))))
+    if layer.mask is not None:
+        return tokens if most == tokens else 0
+    if layer.causal:
+        return most
+    return next((m for m in range(most, 0, -1) if tokens % m == 0), 0)
 
 
 def _check_tokens(layer: AttentionLayer, tokens: int) -> None:

@@ -82,6 +82,8 @@ def _log_running_gain(a: Arithmetic[Array], reach: Array, p: float) -> Array:
     smallest = None
     for k in range(_EXPONENTS):
         r = max(1.0, p - (p - 1) * 2.0**-k)
+        if r >= p:  # p is so near 1 that nothing lies between
+            break
         top = a.lift(torch.tensor(p, dtype=torch.float64, device=reach.device))
         found = log_path_gain(reach, r) + ((top / (top - r)).log() + reach * 2.0) / r
         smallest = found if smallest is None else smallest.minimum(found)

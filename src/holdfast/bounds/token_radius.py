@@ -11,7 +11,7 @@ from torch import Tensor
 from holdfast.attention import checks
 from holdfast.errors import InputError
 from holdfast.linalg import Ball
-from holdfast.linalg.rounding import up
+from holdfast.linalg.rounding import frobenius, up
 
 _TRIALS = 200  # multipliers that are tried; each of them gives a bound
 
@@ -45,12 +45,8 @@ def layer_norm_radius(weight: Float[Tensor, " d"], bias: Float[Tensor, " d"] | N
     multipliers = up(largest + start * torch.logspace(-4, 2, _TRIALS, dtype=torch.float64, device=w.device))
     lam, w2 = Ball.exact(multipliers).unsqueeze(-1), Ball.exact(w).square()
     squares = lam.squeeze(-1) * float(len(w)) + (Ball.exact(b).square() * (lam / (lam - w2))).sum(-1)
-    plain = Ball.exact(torch.full_like(largest, rms_norm_radius(weight))) + _length(b)
+    plain = Ball.exact(torch.full_like(largest, rms_norm_radius(weight))) + frobenius(Ball.exact(b), (-1,))
     return min(float(squares.sqrt().upper.nan_to_num(nan=math.inf).amin()), float(plain.upper))
-
-
-def _length(b: Tensor) -> Ball:
-    return Ball.exact(b).square().sum(-1).sqrt()
 
 
 def _vector(t: Tensor, name: str) -> Tensor:
