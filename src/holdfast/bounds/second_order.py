@@ -64,15 +64,13 @@ def _rms(rows: Array) -> Array:
 
 
 def nodes_for(radii: Tensor) -> Tensor:
-    """(r) where the curvature is evaluated: every radius, and points between it and the one before."""
-    ends = torch.unique(radii)
-    starts = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]]).unsqueeze(-1)
-    each = max(3, math.ceil(_NODES / len(ends)))
-    steps = torch.arange(1, each + 1, dtype=torch.float64, device=radii.device) / each
-    nodes = starts + (ends.unsqueeze(-1) - starts) * steps
-    nodes[:, -1] = ends
-    unique: Tensor = torch.unique(nodes)
-    return unique
+    """(r) where the curvature is evaluated: every radius, and points between, about `_NODES` up to the largest."""
+    ends: list[float] = torch.unique(radii).tolist()
+    nodes = list(ends)
+    for start, end in zip([0.0, *ends], ends, strict=False):
+        pieces = math.ceil(_NODES * (end - start) / ends[-1]) if end > start else 1
+        nodes += [start + (end - start) * i / pieces for i in range(1, pieces)]
+    return torch.tensor(sorted(set(nodes)), dtype=torch.float64, device=radii.device)
 
 
 def integrate(a: Arithmetic[Array], values: Array, nodes: Tensor, radii: Tensor) -> Array:
@@ -98,7 +96,7 @@ class SecondOrder(Bound):
 
     name = "second-order"
     score_terms = ("bias",)
-    cost = "three norms of size nd x nd; for every node (6 or more) one of size nd x hn², and n of size hn x d"
+    cost = "three norms of size nd x nd; for every node (about 6) one of size nd x hn², and n of size hn x d"
     reference: ClassVar[str] = "holdfast"
 
     def _refusal(self, layer: AttentionLayer) -> str | None:

@@ -135,7 +135,7 @@ class YudinBall(Bound):
 
     name = "yudin-ball"
     score_terms = ("bias",)
-    cost = "one norm of size nd x nd; for every node (6 or more) norms of n x n and n x d matrices"
+    cost = "one norm of size nd x nd; for every node (about 6) norms of n x n and n x d matrices"
     reference: ClassVar[str] = "yudin2025; holdfast"
 
     def _refusal(self, layer: AttentionLayer) -> str | None:
