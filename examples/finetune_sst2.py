@@ -13,6 +13,7 @@ import argparse
 import csv
 import gzip
 import os
+import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,7 +56,7 @@ def read_sst2(path: Path, count: int) -> list[tuple[str, int]]:
     """The first sentences of a file with columns `sentence` and `label`, and their labels."""
     found = next((p for p in (path, path.with_name(path.name + ".gz")) if p.exists()), None)
     if found is None:
-        raise HoldfastError(f"no file {path}; give --data-dir, or --train-file and --dev-file")
+        raise HoldfastError(f"no file {path}; it is in GLUE's SST-2; give --data-dir, or --train-file and --dev-file")
     with gzip.open(found, "rt", encoding="utf-8") if found.suffix == ".gz" else found.open(encoding="utf-8") as lines:
         rows = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
         return [(row["sentence"], int(row["label"])) for row, _ in zip(rows, range(count), strict=False)]
@@ -147,4 +148,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except HoldfastError as error:
+        sys.exit(f"finetune_sst2: {error}")

@@ -32,6 +32,11 @@ METHODS = ("yudin", "yudin-b2", "yudin-b3")
 # -- the table
 
 
+class TestJacobian(PointBoundConformance):
+    def name(self) -> str:
+        return "jacobian"
+
+
 class TestYudin(PointBoundConformance):
     def name(self) -> str:
         return "yudin"

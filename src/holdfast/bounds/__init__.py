@@ -14,6 +14,7 @@ from holdfast.bounds.lipschitz import (
 from holdfast.bounds.lofast import Lofast, LofastXi, Naive
 from holdfast.bounds.covariance import Covariance, Plus
 from holdfast.bounds.second_order import Mixed, SecondOrder
+from holdfast.bounds.jacobian import Jacobian
 from holdfast.bounds.castin import CastinBall, CastinData, CastinMasked, CastinSharp
 from holdfast.bounds.mean_field import MeanField, MeanFieldMasked
 from holdfast.bounds.yudin import Yudin, YudinB2, YudinB3, YudinBall
@@ -38,6 +39,7 @@ __all__ = [
     "CastinMasked",
     "CastinSharp",
     "Covariance",
+    "Jacobian",
     "LipschitzBound",
     "Lofast",
     "LofastXi",
