@@ -6,11 +6,13 @@ import io
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 import holdfast
@@ -22,6 +24,7 @@ from holdfast.attention.heads import HeadJacobians
 from holdfast.cli.analyze import _with_ids
 from holdfast.errors import InputError, UnknownNameError
 from holdfast.models import demo_digits, load_digits_vit
+from holdfast.report.analysis import analysis_table
 from holdfast.testing import make_case
 from holdfast.tracing import TracedLayer, trace
 from holdfast.tracing.loading import LoadedModel, Picture
@@ -226,17 +229,47 @@ def test_other_files_are_refused(text: str, message: str) -> None:
 
 
 def test_table_and_figure_show_the_layers(digits: Analysis) -> None:
-    from rich.console import Console
-
-    console = Console(width=160, record=True, file=io.StringIO())
-    console.print(digits.table())
-    shown = console.export_text()
-    assert "blocks.1.attention" in shown
+    shown = " ".join(printed(digits, 160).split())
+    assert "Layers: blocks.….attention." in shown
+    assert "entropy" in shown
     assert "cov, proved, rounded up" in shown
     assert digits.layers[0].bound is not None
     left, right, _ = digits.plot().axes
     assert len(left.lines) == 3
     assert right.images[0].get_array().shape == (2, 4)
+
+
+def printed(analysis: Analysis, width: int) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(analysis_table(analysis, width))
+    return console.export_text()
+
+
+NAMES = {
+    "numbered": (["encoder.layer.0.attention.self", "encoder.layer.1.attention.self"], ["0", "1"]),
+    "two kinds": (["model.layers.0.self_attn", "model.layers.0.cross_attn"], ["self_attn", "cross_attn"]),
+    "nothing shared": (["encoder.block.0.layer.0.SelfAttention", "other"], ["other"]),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_nothing_is_cut_at_80_columns(digits: Analysis, case: str, count: int) -> None:
+    names, short = NAMES[case]
+    eps = (0.00123, 0.0123, 0.123, 1.23, 12.3)[:count]
+    row = tuple(0.000987654 * 1.1**e for e in range(count))
+    layers = [
+        replace(layer, name=name, bound=(row, row), attack=(row, row))
+        for layer, name in zip(digits.layers, names, strict=True)
+    ]
+    shown = printed(replace(digits, model="/a/long/way/to/model", eps=eps, layers=tuple(layers)), 80)
+    assert "…" not in shown.replace(".….", "")
+    assert "model: attention layers" in shown
+    assert "/a/long" not in shown
+    rows = [line.split() for line in shown.splitlines() if "0.000987" in line]
+    assert len(rows) == 2
+    assert all({"0.000987", "0.000988"} <= set(row) for row in rows)
+    assert all(any(name in row for row in rows) for name in short)
 
 
 def test_small_pictures_keep_every_pixel() -> None:

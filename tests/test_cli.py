@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ from safetensors.torch import save_file
 import holdfast
 from holdfast import api
 from holdfast.cli import main
+from holdfast.cli.inputs import demo_subjects
+from holdfast.report.layer import Panel, draw_panels
+from holdfast.report.numbers import down, nearest, up
 
 
 @dataclass(frozen=True)
@@ -96,13 +101,64 @@ def test_tables_show_the_numbers(run: Run, saved: tuple[Path, Path]) -> None:
     assert "head 2" in heads.stdout
 
 
+def test_numbers_are_rounded_outward() -> None:
+    assert (up(1.6993136, 6), down(1.6993136, 6), nearest(1.6993136, 6)) == ("1.69932", "1.69931", "1.69931")
+    assert (up(0.25), down(0.25), up(0.0)) == ("0.25", "0.25", "0")
+    assert (up(Fraction(1, 3)), down(Fraction(2, 3)), up(float("inf"))) == ("0.334", "0.666", "inf")
+    generator = torch.Generator().manual_seed(0)
+    for value in (10 ** (20 * torch.rand(200, generator=generator, dtype=torch.float64) - 10)).tolist():
+        for digits in (3, 6):
+            low, high = float(down(value, digits)), float(up(value, digits))
+            assert value * (1 - 10 ** (1 - digits)) < low < value < high < value * (1 + 10 ** (1 - digits))
+
+
+@pytest.mark.parametrize("command", ["bound", "lipschitz", "attack"])
+def test_printed_numbers_stay_on_their_side(run: Run, saved: tuple[Path, Path], tmp_path: Path, command: str) -> None:
+    out = tmp_path / "exact.json"
+    options = {"attack": ("--steps", "3"), "bound": ("--method", "naive"), "lipschitz": ("--method", "yudin")}[command]
+    done = run(command, *saved, *options, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert f"Written: {out}" in done.stdout
+    printed = [float(row.split("│")[-2]) for row in done.stdout.splitlines() if row.startswith("│")]
+    (result,) = json.loads(out.read_text())["results"]
+    exact = torch.tensor(result["lower" if command == "attack" else "value"]).flatten().tolist()
+    assert len(printed) == 3
+    for shown, value in zip(printed, exact, strict=True):
+        assert shown == pytest.approx(value, rel=1e-4)
+        assert shown <= value if command == "attack" else shown >= value
+
+
+def test_no_number_is_cut(run: Run, saved: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    radii = ",".join(f"{1e-5 * 3**i:.3g}" for i in range(9))
+    for command in ("bound", "attack"):
+        more = ("--steps", "2") if command == "attack" else ("--method", "second-order")
+        shown = run(command, *saved, "--eps", radii, "--inputs", "1", *more).stdout
+        assert "…" not in shown
+        assert len(re.findall(r"│ \S+ +│ 0 +│ \S+ +│ \S+ +│", shown)) == 9
+
+
+def test_titles_name_the_file_alone(run: Run, saved: tuple[Path, Path]) -> None:
+    shown = run("bound", *saved, "--method", "naive").stdout
+    assert "layer.safetensors: bounds" in " ".join(shown.split())
+    assert str(saved[0].parent) not in shown
+
+
 def test_a_curve_is_drawn(run: Run, saved: tuple[Path, Path], tmp_path: Path) -> None:
     done = run("bound", *saved, "--method", "naive", "--inputs", "1", "--curve", tmp_path / "curve.png")
     assert done.returncode == 0, done.stderr
     assert "lofast" in done.stdout
-    assert "eps 0.001" in done.stdout
+    assert "0.001" in done.stdout
+    assert f"Written: {tmp_path / 'curve.png'}, {tmp_path / 'curve.svg'}" in done.stdout
     assert (tmp_path / "curve.png").stat().st_size > 1000
     assert "<svg" in (tmp_path / "curve.svg").read_text()[:1000]
+
+
+def test_every_line_of_a_figure_has_its_own_look() -> None:
+    curves = {name: torch.ones(1, 2) for name in (*holdfast.bounds.bounds, "‖DF(x)‖ eps (first order)")}
+    (axis,) = draw_panels([Panel("", (0.1, 1.0), curves, torch.ones(1, 2))]).axes
+    looks = [(line.get_color(), line.get_linestyle()) for line in axis.lines]
+    assert len(set(looks)) == len(curves) + 1
 
 
 def test_an_input_may_stand_in_the_layer_file(run: Run, tmp_path: Path, saved: tuple[Path, Path]) -> None:
@@ -112,17 +168,38 @@ def test_an_input_may_stand_in_the_layer_file(run: Run, tmp_path: Path, saved: t
 
 
 def test_demo_writes_a_table_a_figure_and_numbers(run: Run, tmp_path: Path) -> None:
-    done = run("demo", "--inputs", "1", "--out", tmp_path)
+    done = run("demo", "--inputs", "2", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "blocks.1.attention" in done.stdout
+    shown = " ".join(done.stdout.split())
+    assert "bounds proved and rounded up, attack rounded down" in shown
+    assert "Havens et al. (2024)" in shown
     assert (tmp_path / "demo.png").read_bytes()[:4] == b"\x89PNG"
     assert "<svg" in (tmp_path / "demo.svg").read_text()[:1000]
     layers = json.loads((tmp_path / "demo.json").read_text())["layers"]
     for layer in layers:
+        low, high = sorted(layer["local_lipschitz"]["upper"]["value"])
+        assert f"at most {up(high, 5)} (at most {up(low, 5)} at the flattest of the 2 inputs)" in shown
         lower = torch.tensor(layer["attack"]["lower"])
         assert set(layer["best"]["terms"]) == set(holdfast.bounds.bounds) - {"best"}
         for values in layer["best"]["terms"].values():
             assert (torch.tensor(values) >= lower).all()
+
+
+def test_no_share_is_a_negative_zero(run: Run) -> None:
+    shown = run("attention", "--demo").stdout
+    assert " 0.00" in shown
+    assert "-0.00" not in shown
+
+
+@pytest.mark.parametrize("method", ["yudin", "castin-ball"])
+def test_a_slope_bound_is_refused_with_the_line_of_the_library(run: Run, method: str) -> None:
+    subject = demo_subjects(1)[0]
+    with pytest.raises(holdfast.InputError, match="proves nothing about a ball around x") as said:
+        holdfast.bound(subject.layer, subject.x, 0.1, method)
+    for command in ("bound", "analyze"):
+        done = run(command, "--demo", "--method", method)
+        assert (done.returncode, done.stderr) == (2, f"holdfast: {said.value}\n")
 
 
 def test_doctor_names_versions_and_extras(run: Run) -> None:
@@ -151,6 +228,9 @@ BAD_CALLS = {
     "unknown command": (("boundz",), "boundz"),
     "unknown guarantee": (("bound", "--demo", "--guarantee", "hoped"), "hoped"),
     "memory limit": (("bound", "--demo", "--memory-limit", "0.0001", "--method", "lofast"), "raise memory_limit"),
+    "curve": (("bound", "--demo", "--curve", "c.txt"), "ends in .png or .svg"),
+    "radius alone": (("lipschitz", "a.safetensors", "--radius", "2"), "--tokens is missing"),
+    "tokens alone": (("lipschitz", "a.safetensors", "--tokens", "5"), "--radius is missing"),
     "no restarts": (("attack", "--demo", "--restarts", "0"), "restarts is 0"),
 }
 

@@ -66,9 +66,9 @@ class AttentionReport:
             for head, share in enumerate(shares.tolist()):
                 looks = (one.g1[head].max(), one.attention_norm[head], one.entropy[head].mean())
                 sink = f"{int(one.sink[head])} ({float(one.sink_share[head]):.2f})"
-                table.add_row(str(i), str(head), *_short(*looks), sink, *(f"{part:.2f}" for part in share))
+                table.add_row(str(i), str(head), *_short(*looks), sink, *(f"{part:z.2f}" for part in share))
             looks = (one.g1.max(), one.attention_norm.max(), one.entropy.mean())
-            whole = [f"{part:.2f}" for part in (*shares.sum(0).tolist(), float(one.residual_share))]
+            whole = [f"{part:z.2f}" for part in (*shares.sum(0).tolist(), float(one.residual_share))]
             table.add_row(str(i), "all", *_short(*looks), "", *whole, *_short(one.slope), end_section=True)
         return table
 

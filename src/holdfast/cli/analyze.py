@@ -17,9 +17,8 @@ from rich.console import Console
 from holdfast import analysis
 from holdfast.analysis import Analysis, Progress
 from holdfast.analysis.run import DEFAULT_METHOD
-from holdfast.bounds import bounds
-from holdfast.cli.inputs import Eps, Json, Out, read_eps
-from holdfast.cli.work import INTERRUPTED, progress_bar
+from holdfast.cli.inputs import Eps, Json, Out, check_method, read_eps
+from holdfast.cli.work import INTERRUPTED, progress_bar, say_written
 from holdfast.errors import InputError
 from holdfast.models import demo_digits, load_digits_vit
 from holdfast.models.digits import PATCH, SIDE
@@ -54,7 +53,7 @@ def analyze(
     """Analyse every attention layer of a model: local constants, bounds, attacks, heads, and sensitive tokens."""
     began = time.perf_counter()
     radii, chosen = check_radii(read_eps(eps)), _read_layers(layers)
-    bounds[method]  # like the options above: refused before a model is loaded
+    check_method(method)  # like the options above: refused before a model is loaded
     if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
         raise InputError(f"--plot is {str(plot)!r}; expected a name that ends in .png, .svg or .pdf")
     loaded = _load(model, text, image, tokens, demo, max_tokens, download)
@@ -89,11 +88,8 @@ def analyze(
     if as_json:
         typer.echo(found.to_json())
     else:
-        console = Console()
-        console.print(found.table())
-        written = [str(path) for path in (html, plot, out) if path is not None]
-        if written:
-            console.print(f"Written: {', '.join(written)}", soft_wrap=True)
+        Console().print(found.table())
+        say_written(html, plot, out)
     if found.interrupted:
         typer.echo(f"holdfast: interrupted; {len(found.layers)} of {found.planned} layers were finished", err=True)
         raise typer.Exit(INTERRUPTED)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from holdfast.cli.inputs import Json, Out
-from holdfast.cli.work import Job, carry_out, emit_json
+from holdfast.cli.work import Job, carry_out, emit_json, say_written
 from holdfast.testing.campaign import CampaignReport, Subject, examine, subjects
 
 
@@ -41,6 +41,7 @@ def campaign(
     emit_json("campaign", {"seed": seed, **report.to_dict()}, stdout=as_json, out=out)
     if not as_json:
         _show(report)
+        say_written(out)
     if not report.sound:
         raise typer.Exit(1)
     done.exit(len(jobs))

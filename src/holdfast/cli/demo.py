@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from holdfast.cli.inputs import Json, Subject, demo_subjects
-from holdfast.cli.work import Job, carry_out, emit_json
+from holdfast.cli.work import Job, carry_out, emit_json, say_written
 from holdfast.report.layer import LayerReport, head_table, plot_layers, report_layer, sensitivity_table
 
 _RADII = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
@@ -35,6 +35,5 @@ def demo(
         console = Console()
         for report in done.results:
             console.print(sensitivity_table(report, _SHOWN), head_table(report), "")
-        written = ", ".join(str(path) for path in (*figures, out / "demo.json"))
-        console.print(f"Written: {written}", soft_wrap=True)
+        say_written(*figures, out / "demo.json")
     done.exit(len(jobs))

@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 from torch import Tensor
 
+from holdfast import api
 from holdfast.attention import AttentionLayer
+from holdfast.bounds import bounds
 from holdfast.errors import InputError
 from holdfast.models import demo_digits, load_digits_vit
 from holdfast.storage import read_tensors
@@ -57,7 +59,7 @@ def read_subject(layer: Path | None, x: Path | None, demo: bool, demo_layer: int
     point = given["x"]
     if point.ndim == 2:
         point = point.unsqueeze(0)
-    subject = Subject(str(layer), AttentionLayer.from_tensors(tensors, source=str(layer)), point.flatten(0, -3))
+    subject = Subject(layer.name, AttentionLayer.from_tensors(tensors, source=str(layer)), point.flatten(0, -3))
     return subject.part(0, min(inputs, len(subject.x)))
 
 
@@ -65,6 +67,13 @@ def demo_subjects(inputs: int) -> list[Subject]:
     """The attention layers of the bundled model, at what enters them for the first test digits."""
     entering = load_digits_vit().attention_inputs(demo_digits().images[:inputs])
     return [Subject(name, AttentionLayer.from_module(module), x) for name, (module, x) in entering.items()]
+
+
+def check_method(name: str) -> None:
+    """Refuses, before any work is done, a name that `holdfast.bound` refuses, with the same line."""
+    if name not in bounds:
+        subject = demo_subjects(1)[0]  # any layer: the name is looked up first
+        api.bound(subject.layer, subject.x, 0.0, name)
 
 
 def read_eps(text: str) -> list[float]:

@@ -12,7 +12,6 @@ from rich.table import Table
 from torch import Tensor
 
 from holdfast import api
-from holdfast.bounds import bounds as registry
 from holdfast.bounds import list_bounds
 from holdfast.cli.inputs import (
     Demo,
@@ -24,17 +23,20 @@ from holdfast.cli.inputs import (
     LayerFile,
     Out,
     Subject,
+    check_method,
     read_eps,
     read_subject,
 )
-from holdfast.cli.work import Job, carry_out, emit_json
+from holdfast.cli.work import Job, carry_out, emit_json, say_written
+from holdfast.errors import InputError
 from holdfast.linalg.certified import GIB
 from holdfast.report.layer import Panel, plot_panels
+from holdfast.report.numbers import down, up
 from holdfast.results import AttackResult, BoundResult
 
 _INPUTS_PER_JOB = 8
 _CURVE = (0.01, 0.03, 0.1, 0.3, 1.0)  # what a single eps is multiplied by to make a curve
-
+_DIGITS = 6
 
 _SCOPES = {
     "ball at x": "How far the output moves",
@@ -80,10 +82,14 @@ def bound(
     """Bound how far the output of a layer can move when its input moves by at most eps."""
     methods, radii = method or ["best"], read_eps(eps)
     if curve is not None:
+        if curve.suffix not in ("", ".png", ".svg"):
+            raise InputError(
+                f"--curve is {str(curve)!r}; expected a name that ends in .png or .svg, or without an ending"
+            )
         methods = list(dict.fromkeys((*methods, "lofast")))
         radii = radii if len(radii) > 1 else [radii[0] * step for step in _CURVE]
     for name in methods:
-        registry[name]  # an unknown name is refused before any work is done
+        check_method(name)
     subject = read_subject(layer, x, demo, demo_layer, inputs)
 
     def job(name: str, start: int, part: Subject) -> Job[tuple[int, BoundResult]]:
@@ -98,22 +104,26 @@ def bound(
     results = [_with_inputs(start, result) for start, result in done.results]
     emit_json("bound", {"layer": repr(subject.layer), "results": results}, stdout=as_json, out=out)
     if not as_json:
-        table = _table(f"{subject.name}: bounds ({guarantee})", "bound", radii)
-        for start, result in done.results:
-            for i, row in enumerate(result.value):
-                table.add_row(result.method, str(start + i), *(f"{value:.6g}" for value in row.tolist()))
+        rows = [
+            (result.method, str(start + i), *(up(value, _DIGITS) for value in row))
+            for start, result in done.results
+            for i, row in enumerate(result.value.tolist())
+        ]
         console = Console()
-        console.print(table)
+        console.print(_table(f"{subject.name}: bounds ({guarantee}), rounded up", "bound", radii, rows, console))
         for note in sorted({note for _, result in done.results for note in result.notes}):
             console.print(note, style="dim")
-    done.exit(len(jobs))
-    if curve is not None:
+    figures: list[Path] = []
+    if curve is not None and not done.interrupted:
         values: dict[str, list[Tensor]] = {}
         for _, result in done.results:
             values.setdefault(result.method, []).append(result.value)
         curves = {name: torch.cat(parts).cpu() for name, parts in values.items()}
         attained = api.attack(subject.layer, subject.x, radii).lower.cpu()
-        plot_panels([Panel(subject.name, radii, curves, attained)], curve)
+        figures = plot_panels([Panel(subject.name, radii, curves, attained)], curve)
+    if not as_json:
+        say_written(out, *figures)
+    done.exit(len(jobs))
 
 
 def attack(
@@ -146,13 +156,16 @@ def attack(
     results = [_with_inputs(start, result) for start, result in done.results]
     emit_json("attack", {"layer": repr(subject.layer), "results": results}, stdout=as_json, out=out)
     if not as_json:
-        table = _table(f"{subject.name}: attained by an attack", "objective", radii)
+        rows = []
         for start, result in done.results:
             for i, value in enumerate(result.lower):
                 for head, row in enumerate(value.reshape(-1, len(radii)).tolist()):
                     name = objective if value.ndim == 1 else f"{objective}, head {head}"
-                    table.add_row(name, str(start + i), *(f"{number:.6g}" for number in row))
-        Console().print(table)
+                    rows.append((name, str(start + i), *(down(number, _DIGITS) for number in row)))
+        console = Console()
+        title = f"{subject.name}: attained by an attack, rounded down"
+        console.print(_table(title, "objective", radii, rows, console))
+        say_written(out)
     done.exit(len(jobs))
 
 
@@ -167,8 +180,17 @@ def _with_inputs(start: int, result: BoundResult | AttackResult) -> dict[str, ob
     return {"inputs": [start, start + len(values)], **result.to_dict()}
 
 
-def _table(title: str, first: str, radii: list[float]) -> Table:
+def _table(title: str, first: str, radii: list[float], rows: list[tuple[str, ...]], console: Console) -> Table:
+    """A column for every radius; or a row for each, where a number would be cut at the console's width."""
     table = Table(first, "input", title=title)
     for radius in radii:
-        table.add_column(f"eps {radius:g}", justify="right")
+        table.add_column(f"eps {radius:g}", justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    if console.measure(table, options=console.options.update(max_width=10_000)).maximum <= console.width:
+        return table
+    table = Table(first, "input", "eps", "value", title=title)
+    for name, place, *values in rows:
+        for radius, value in zip(radii, values, strict=True):
+            table.add_row(name, place, f"{radius:g}", value, end_section=radius == radii[-1])
     return table

@@ -13,9 +13,10 @@ from holdfast import api
 from holdfast.attention import AttentionLayer
 from holdfast.attention.diagnostics import attention_report
 from holdfast.cli.inputs import Demo, DemoLayer, InputFile, Inputs, Json, LayerFile, Out, read_subject
-from holdfast.cli.work import Job, carry_out, emit_json
+from holdfast.cli.work import Job, carry_out, emit_json, say_written
 from holdfast.errors import InputError
 from holdfast.linalg.certified import GIB
+from holdfast.report.numbers import up
 from holdfast.results import LipschitzResult
 
 
@@ -40,7 +41,10 @@ def lipschitz(
     if on_ball:
         if layer is None or x is not None or demo:
             raise InputError("--radius and --tokens need a layer's safetensors file, and no input")
-        name, which = str(layer), AttentionLayer.load(layer)
+        if radius is None or tokens is None:
+            given, missing = ("--tokens", "--radius") if radius is None else ("--radius", "--tokens")
+            raise InputError(f"{given} was given and {missing} is missing; a ball around 0 needs both")
+        name, which = layer.name, AttentionLayer.load(layer)
     else:
         subject = read_subject(layer, x, demo, demo_layer, inputs)
         name, which, point = subject.name, subject.layer, subject.x
@@ -58,14 +62,16 @@ def lipschitz(
     results = [result.to_dict() for result in done.results]
     emit_json("lipschitz", {"layer": repr(which), "results": results}, stdout=as_json, out=out)
     if not as_json:
-        table = Table("bound", "scope", "input", "slope", title=f"{name}: slope ({guarantee})")
+        table = Table("bound", "scope", "input", "slope", title=f"{name}: slope at most ({guarantee})")
+        table.columns[-1].no_wrap = True
         for result in done.results:
             for i, value in enumerate(result.value.reshape(-1).tolist()):
-                table.add_row(result.method, result.scope, "" if on_ball else str(i), f"{value:.6g}")
+                table.add_row(result.method, result.scope, "" if on_ball else str(i), up(value, 6))
         console = Console()
         console.print(table)
         for note in sorted({note for result in done.results for note in result.notes}):
             console.print(note, style="dim")
+        say_written(out)
     done.exit(len(jobs))
 
 
@@ -84,3 +90,4 @@ def attention(
     emit_json("attention", {"layer": repr(subject.layer), "report": report.to_dict()}, stdout=as_json, out=out)
     if not as_json:
         Console().print(report.table())
+        say_written(out)

@@ -71,3 +71,10 @@ def emit_json(command: str, payload: Mapping[str, object], *, stdout: bool, out:
         write_text(out, text + "\n")
     if stdout:
         typer.echo(text)
+
+
+def say_written(*paths: Path | None) -> None:
+    """Names the files that were written, if there are any."""
+    written = ", ".join(str(path) for path in paths if path is not None)
+    if written:
+        Console().print(f"Written: {written}", soft_wrap=True, highlight=False, markup=False)

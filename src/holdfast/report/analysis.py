@@ -2,45 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import PurePath
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
-from holdfast.analysis.result import AnalysedLayer, Analysis, Row, Rows
+from holdfast.analysis.result import Analysis, Row, Rows
+from holdfast.report.numbers import down, nearest, up
+
+_NAME = 16  # characters of a layer's name that a line has room for; the rest is folded
 
 
-def analysis_table(analysis: Analysis) -> Table:
-    """One row for each layer: the largest value over the inputs, and over the heads where a number is a head's."""
+@dataclass(frozen=True)
+class _Column:
+    """A column of the table; one with a rank goes when the table is too wide, the highest rank first."""
+
+    title: str
+    cells: list[str]
+    rank: int = 0
+
+    @property
+    def width(self) -> int:
+        return max(map(len, (*self.title.splitlines(), *self.cells)))
+
+
+def analysis_table(analysis: Analysis, width: int | None = None) -> Table:
+    """One row for each layer: the largest value over the inputs, and over the heads where a number is a head's.
+
+    Args:
+        analysis: what is shown.
+        width: characters that a line may have, by default the terminal's; columns that do not fit are left out.
+    """
+    width = width or Console().width
     several = len(analysis.inputs) > 1
-    ratios = ", ".join(f"{_up(r)} at eps {e:g}" for r, e in zip(analysis.tightness, analysis.eps, strict=False))
-    caption = f"Bounds: {analysis.method}, {analysis.guarantee}, rounded up; attained values rounded down."
-    caption += f" Median ratio: {ratios}." if ratios else ""
-    reasons = dict.fromkeys(layer.bound_note for layer in analysis.layers if layer.bound is None)
+    pattern, names = _short_names([layer.name for layer in analysis.layers])
+    numbers = [str(layer.index) for layer in analysis.layers]
+    columns = _columns(analysis)
+    named = any(names) and names != numbers
+    first = _Column("" if named else "layer", numbers).width
+    taken = 2 + first + (1 + min(_NAME, _Column("layer", names).width) if named else 0)
+    left_out = 0
+    while taken + sum(1 + column.width for column in columns) > width:
+        last = max(columns, key=lambda column: column.rank)
+        if last.rank == 0:
+            break
+        columns = [column for column in columns if column.rank != last.rank]
+        left_out += 1
+    ratios = ", ".join(f"{up(r)} at eps {e:g}" for r, e in zip(analysis.tightness, analysis.eps, strict=False))
+    caption = [f"Layers: {pattern}." if pattern else "", "‖DF‖: estimated."]
+    caption += [f"Bounds: {analysis.method}, {analysis.guarantee}, rounded up; attained values rounded down."]
+    caption += [f"Median ratio: {ratios}." if ratios else ""]
+    caption += dict.fromkeys(layer.bound_note for layer in analysis.layers if layer.bound is None)
+    caption += ["A wider terminal, --json and --html show more columns." if left_out else ""]
     table = Table(
-        title=f"{analysis.model}: attention layers"
+        title=f"{PurePath(analysis.model).name}: attention layers"
         + (f", largest over {len(analysis.inputs)} inputs" if several else ""),
-        caption=" ".join([caption, *reasons]),
+        caption=" ".join(filter(None, caption)),
+        box=SIMPLE_HEAD,
+        padding=0,
+        pad_edge=False,
     )
-    table.add_column("")
-    table.add_column("layer", overflow="fold")
-    for title in ("‖DF‖", "… proved") if _proved(analysis) else ("‖DF‖",):
-        table.add_column(title, justify="right")
-    for title in ("head", "softmax", "‖P‖", "entropy"):
-        table.add_column(title, justify="right")
-    for eps in analysis.eps:
-        table.add_column(f"eps {eps:g}\nattained ≤ bound", justify="right")
-    for layer in analysis.layers:
-        heads = (layer.head_slope, layer.softmax_norm, layer.attention_norm, layer.entropy)
-        slopes = [_nearest(max(layer.slope))]
-        if _proved(analysis):
-            slopes.append(_up(max(layer.slope_upper)) if layer.slope_upper else "–")
-        cells = [_nearest(max(map(max, values))) for values in heads]
-        table.add_row(str(layer.index), layer.name, *slopes, *cells, *_movements(analysis, layer))
+    table.add_column("" if named else "layer", justify="right", no_wrap=True)
+    if named:
+        table.add_column("layer", overflow="fold")
+    for column in columns:
+        table.add_column(column.title, justify="right", no_wrap=True)
+    for i, number in enumerate(numbers):
+        table.add_row(number, *([names[i]] if named else []), *(column.cells[i] for column in columns))
     return table
+
+
+def _columns(analysis: Analysis) -> list[_Column]:
+    """The numbers: first what goes first when there is little room, then what every eps allows and attains."""
+    layers = analysis.layers
+    columns = [_Column("‖DF‖", [nearest(max(layer.slope)) for layer in layers])]
+    if any(layer.slope_upper for layer in layers):
+        columns.append(
+            _Column("proved", [up(max(layer.slope_upper)) if layer.slope_upper else "–" for layer in layers])
+        )
+    heads = {"head": "head_slope", "‖P‖": "attention_norm", "softmax": "softmax_norm", "entropy": "entropy"}
+    first = len(analysis.eps)  # an eps beyond the first goes after all of these, the largest eps first
+    for rank, (title, name) in enumerate(heads.items(), first):
+        columns.append(_Column(title, [nearest(max(map(max, getattr(layer, name)))) for layer in layers], rank))
+    for e, eps in enumerate(analysis.eps):
+        attained = [_largest(layer.attack, e, down) for layer in layers]
+        bound = [_largest(layer.bound, e, up) for layer in layers]
+        columns.append(_Column(f"eps {eps:g}\nattained", attained, e))
+        columns.append(_Column("\nbound", bound, e))
+    return columns
+
+
+def _largest(values: Rows | None, e: int, rounded: Callable[[float], str]) -> str:
+    return "–" if values is None else rounded(max(row[e] for row in values))
+
+
+def _short_names(names: list[str]) -> tuple[str, list[str]]:
+    """What the names share, with … for the rest, and the rest; "" and the names where they share nothing.
+
+    Example:
+        >>> _short_names(["blocks.0.attention", "blocks.1.attention"])
+        ('blocks.….attention', ['0', '1'])
+    """
+    if len(names) == 1:
+        return names[0], [""]
+    parts = [name.split(".") for name in names]
+    before = _shared(parts)
+    after = _shared([part[before:][::-1] for part in parts])
+    if not before + after:
+        return "", names
+    head, tail = parts[0][:before], parts[0][len(parts[0]) - after :]
+    return ".".join([*head, "…", *tail]), [".".join(part[before : len(part) - after]) for part in parts]
+
+
+def _shared(parts: list[list[str]]) -> int:
+    """How many leading members are the same in all lists."""
+    return len(list(takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False))))
 
 
 def plot_analysis(analysis: Analysis) -> Figure:
@@ -80,32 +163,3 @@ def _ranges(axis: Any, places: list[int], rows: Sequence[Row], label: str, colou
 def _spread(count: int) -> list[float]:
     """Opacities, from faint to full."""
     return [1.0] if count == 1 else [0.35 + 0.65 * i / (count - 1) for i in range(count)]
-
-
-def _movements(analysis: Analysis, layer: AnalysedLayer) -> list[str]:
-    """For every eps the attained value and the bound."""
-    return [
-        f"{_largest(layer.attack, e, ROUND_FLOOR)} ≤ {_largest(layer.bound, e, ROUND_CEILING)}"
-        for e in range(len(analysis.eps))
-    ]
-
-
-def _largest(values: Rows | None, e: int, rounding: str) -> str:
-    return "–" if values is None else _digits(max(row[e] for row in values), rounding)
-
-
-def _proved(analysis: Analysis) -> bool:
-    return any(layer.slope_upper for layer in analysis.layers)
-
-
-def _up(value: float) -> str:
-    return _digits(value, ROUND_CEILING)
-
-
-def _nearest(value: float) -> str:
-    return _digits(value, ROUND_HALF_EVEN)
-
-
-def _digits(value: float, rounding: str) -> str:
-    """Three digits, rounded in the given direction."""
-    return f"{float(Context(prec=3, rounding=rounding).create_decimal_from_float(value)):.3g}"
