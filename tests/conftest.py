@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 pytest.register_assert_rewrite("holdfast.testing")
+sys.path.append(str(Path(sys.prefix) / "vision"))  # where `make` puts timm and torchvision
 
 from holdfast import HoldfastError  # noqa: E402 - its assertions are rewritten first
 from holdfast.testing import Case, make_case  # noqa: E402
