@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
 from benchmarks import jasmin, local_lipschitz, tight_bounds
 from benchmarks.harness import one_thread
@@ -18,6 +20,7 @@ def main() -> None:
     unknown = [name for name in arguments.names if name not in BENCHMARKS]
     if unknown:
         parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    sys.path.append(str(Path(sys.prefix) / "vision"))  # where `make` puts timm and torchvision
     with one_thread():
         for name in arguments.names or BENCHMARKS:
             BENCHMARKS[name](quick=arguments.quick)
