@@ -10,7 +10,7 @@ from torch import Tensor
 
 from holdfast.attacks import LipschitzAscent, ProjectedAscent
 from holdfast.attention import AttentionJacobian, AttentionLayer, checks
-from holdfast.bounds import ball_bounds, bounds, point_bounds
+from holdfast.bounds import ball_bounds, bound_named, point_bounds
 from holdfast.errors import InputError
 from holdfast.linalg import FunctionJacobian, estimate, upper
 from holdfast.linalg.certified import GIB
@@ -40,13 +40,7 @@ def bound(
         >>> r = bound(layer, x, eps=0.1, method="lofast")
         >>> r.value, r.terms["zeta"]
     """
-    if method not in bounds and (method in point_bounds or method in ball_bounds):
-        where = "at one point" if method in point_bounds else "on a ball around 0"
-        raise InputError(
-            f"{method!r} bounds the slope {where}, which proves nothing about a ball around x; "
-            f"call lipschitz_bound for it, or bound with one of {', '.join(bounds)}"
-        )
-    return bounds[method](layer, x, eps, guarantee=guarantee, memory_limit=memory_limit)
+    return bound_named(method)(layer, x, eps, guarantee=guarantee, memory_limit=memory_limit)
 
 
 def lipschitz_bound(

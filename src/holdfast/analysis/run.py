@@ -21,7 +21,7 @@ from holdfast.attacks import ProjectedAscent
 from holdfast.attention import AttentionJacobian, AttentionLayer
 from holdfast.attention.heads import HeadJacobians
 from holdfast.attention.softmax import softmax_jacobian_norm
-from holdfast.bounds import bounds
+from holdfast.bounds import bound_named
 from holdfast.errors import InputError, MemoryLimitError, NotApplicableError
 from holdfast.linalg import MatrixOperator, estimate, upper
 from holdfast.radii import check_radii
@@ -92,7 +92,7 @@ def analyze(
     began = time.perf_counter()
     radii = check_radii(eps)
     if method is not None:
-        bounds[method]  # an unknown name is refused before any work is done
+        bound_named(method)  # an unknown name is refused before any work is done
     if max_tokens is not None:
         inputs = shortened(inputs, max_tokens)
     traced = trace(model, inputs)
@@ -192,7 +192,7 @@ def _measure(
             with suppress(MemoryLimitError):
                 found["slope_upper"] = upper(jacobian).value
     try:
-        result = bounds[work.method](layer, x, work.radii, guarantee=work.guarantee)
+        result = bound_named(work.method)(layer, x, work.radii, guarantee=work.guarantee)
         found["bound"], note = result.value, ", ".join((work.method, *result.notes))
     except (NotApplicableError, MemoryLimitError) as error:
         note = str(error)

@@ -20,7 +20,19 @@ from holdfast.bounds.mean_field import MeanField, MeanFieldMasked
 from holdfast.bounds.yudin import Yudin, YudinB2, YudinB3, YudinBall
 from holdfast.bounds.token_radius import layer_norm_radius, rms_norm_radius
 from holdfast.bounds.best import Best, BestAtPoint, BestOnBall
+from holdfast.errors import InputError
 # isort: on
+
+
+def bound_named(name: str) -> Bound:
+    """The bound over a ball at x with this name; a bound of a slope is refused by saying what it is."""
+    if name not in bounds and (name in point_bounds or name in ball_bounds):
+        where = "at one point" if name in point_bounds else "on a ball around 0"
+        raise InputError(
+            f"{name!r} bounds the slope {where}, which proves nothing about a ball around x; "
+            f"call lipschitz_bound for it, or bound with one of {', '.join(bounds)}"
+        )
+    return bounds[name]
 
 
 def list_bounds() -> list[Method]:
@@ -56,6 +68,7 @@ __all__ = [
     "YudinB3",
     "YudinBall",
     "ball_bounds",
+    "bound_named",
     "bounds",
     "layer_norm_radius",
     "list_bounds",

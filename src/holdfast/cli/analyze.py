@@ -16,7 +16,8 @@ from rich.console import Console
 
 from holdfast import analysis
 from holdfast.analysis import Analysis, Progress
-from holdfast.cli.inputs import Eps, Json, Out, check_method, read_eps
+from holdfast.bounds import bound_named
+from holdfast.cli.inputs import Eps, Json, Out, read_eps
 from holdfast.cli.work import INTERRUPTED, progress_bar, say_written
 from holdfast.errors import InputError
 from holdfast.models import demo_digits, load_digits_vit
@@ -55,7 +56,7 @@ def analyze(
     began = time.perf_counter()
     radii, chosen = check_radii(read_eps(eps)), _read_layers(layers)
     if method is not None:
-        check_method(method)  # like the options above: refused before a model is loaded
+        bound_named(method)  # like the options above: refused before a model is loaded
     if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
         raise InputError(f"--plot is {str(plot)!r}; expected a name that ends in .png, .svg or .pdf")
     loaded = _load(model, text, image, tokens, demo, max_tokens, download)

@@ -9,9 +9,7 @@ from typing import Annotated
 import typer
 from torch import Tensor
 
-from holdfast import api
 from holdfast.attention import AttentionLayer
-from holdfast.bounds import bounds
 from holdfast.errors import InputError
 from holdfast.models import demo_digits, load_digits_vit
 from holdfast.storage import read_tensors
@@ -67,13 +65,6 @@ def demo_subjects(inputs: int) -> list[Subject]:
     """The attention layers of the bundled model, at what enters them for the first test digits."""
     entering = load_digits_vit().attention_inputs(demo_digits().images[:inputs])
     return [Subject(name, AttentionLayer.from_module(module), x) for name, (module, x) in entering.items()]
-
-
-def check_method(name: str) -> None:
-    """Refuses, before any work is done, a name that `holdfast.bound` refuses, with the same line."""
-    if name not in bounds:
-        subject = demo_subjects(1)[0]  # any layer: the name is looked up first
-        api.bound(subject.layer, subject.x, 0.0, name)
 
 
 def read_eps(text: str) -> list[float]:

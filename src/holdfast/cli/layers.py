@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from holdfast import api
-from holdfast.bounds import list_bounds
+from holdfast.bounds import bound_named, list_bounds
 from holdfast.cli.inputs import (
     Demo,
     DemoLayer,
@@ -23,7 +23,6 @@ from holdfast.cli.inputs import (
     LayerFile,
     Out,
     Subject,
-    check_method,
     read_eps,
     read_subject,
 )
@@ -89,7 +88,7 @@ def bound(
         methods = list(dict.fromkeys((*methods, "lofast")))
         radii = radii if len(radii) > 1 else [radii[0] * step for step in _CURVE]
     for name in methods:
-        check_method(name)
+        bound_named(name)
     subject = read_subject(layer, x, demo, demo_layer, inputs)
 
     def job(name: str, start: int, part: Subject) -> Job[tuple[int, BoundResult]]:
