@@ -236,20 +236,20 @@ def test_curvature_where_heads_disagree() -> None:
 
 def test_command_writes_what_it_found(tmp_path: Any) -> None:
     file = tmp_path / "campaign.json"
-    arguments = ["campaign", "--no-demo", "--layers", "1", "--seed", "2", "--json", "--out", str(file)]
+    arguments = ["campaign", "--no-demo", "--layers", "1", "--pieces", "2", "--seed", "2", "--json", "--out", str(file)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0
     report = json.loads(result.stdout)
     assert report == json.loads(file.read_text())
-    assert (report["layers"], report["sound"], report["violations"]) == (1, True, [])
+    assert (report["layers"], report["pieces"], report["sound"], report["violations"]) == (1, 2, True, [])
     assert len(RADII) == 9
 
 
 def test_command_leaves_with_status_1_on_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bounds._items, "one-percent-less", OnePercentLess())
-    result = CliRunner().invoke(app, ["campaign", "--no-demo", "--layers", "1", "--seed", "2"])
+    result = CliRunner().invoke(app, ["campaign", "--no-demo", "--layers", "1", "--pieces", "0", "--seed", "2"])
     assert result.exit_code == 1
-    assert "--seed 2" in result.stdout
+    assert "--layers 1 --pieces 0 --seed 2" in " ".join(result.stdout.split())
     assert "one-percent-less" in result.stdout
 
 

@@ -63,7 +63,9 @@ def by_mpmath(function: Callable[[Any], Any]) -> Callable[[Exact], Exact]:
     return np.vectorize(one, otypes=[object])
 
 
-EXP, EXPM1, LOG, SQRT = (by_mpmath(function) for function in (MP.exp, MP.expm1, MP.log, MP.sqrt))
+EXP, EXPM1, LOG, SQRT, TANH, ERF = (
+    by_mpmath(function) for function in (MP.exp, MP.expm1, MP.log, MP.sqrt, MP.tanh, MP.erf)
+)
 
 
 def member(ball: Ball, where: Exact) -> Exact:
@@ -187,6 +189,7 @@ def test_unary(a: Case) -> None:
     assert_holds(ball.abs(), abs(z))
     assert_holds(ball.amax(-1), z.max(-1))
     assert_holds(ball.clamp(max=0.25), np.minimum(z, Fraction(1, 4)))
+    assert_holds(ball.clamp(min=-0.25), np.maximum(z, Fraction(-1, 4)))
     assert_holds(ball[:1].minimum(ball[1:]), np.minimum(z[:1], z[1:]))
 
 
@@ -231,6 +234,25 @@ def test_logarithm_of_positive_members(a: Case) -> None:
     may_vanish = a[0].mid <= a[0].rad
     assert bool((logarithm.rad[may_vanish] == math.inf).all())
     assert_holds(logarithm, LOG(np.where(may_vanish.numpy(), Fraction(1), a[1])))
+
+
+saturations = st.sampled_from([-0.0, 1e-320, -1e-300, 0.5, 5.9, -6.0, 19.1, 27.0, -300.0, 1e4, 1e200])
+
+
+@quickly
+@given(a=cases(4, values=saturations | st.floats(-30, 30)))
+@example(a=point([1e300, -1e30, 28.0, 0.0], [9e299, 1e30, 1.0, 1e200]))
+def test_saturating_functions(a: Case) -> None:
+    for ball, function in ((a[0].tanh(), TANH), (a[0].erf(), ERF)):
+        assert_holds(ball, function(a[1]))
+        assert bool((ball.rad <= 2 + 1e-9).all())
+
+
+def test_a_saturated_function_hardly_moves() -> None:
+    for ball in (Ball(tensor(20.0), tensor(1.0)).tanh(), Ball(tensor(7.0), tensor(1.0)).erf()):
+        assert ball.rad < 1e-14
+    assert Ball(tensor(5.0), tensor(1.0)).clamp(max=3.0).rad == 0
+    assert Ball(tensor(-5.0), tensor(1.0)).clamp(min=0.0).rad == 0
 
 
 @pytest.mark.parametrize("other", [2.5, 3, tensor([0.1, -7.0]), torch.tensor([0.1, -7.0])], ids=repr)
@@ -388,10 +410,20 @@ def exponents() -> Tensor:
     return torch.cat([ladder, ladder + 0.34657, tiny, -tiny, spread, tensor([0.0, 709.78, -708.396, -745.13])])
 
 
+def saturating() -> Tensor:
+    generator = torch.Generator().manual_seed(4)
+    sizes = torch.exp(torch.randn(1500, generator=generator, dtype=torch.float64) * 3)
+    return torch.cat(
+        [sizes, -sizes, 2.0 ** -torch.arange(0, 80, dtype=torch.float64), tensor([0.0, 0.46875, 0.625, 9.0])]
+    )
+
+
 ACCURACY: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Exact], Exact], Tensor]] = {
     "exp": (torch.exp, EXP, exponents()),
     "log": (torch.log, LOG, torch.cat([exponents().exp(), 1 + exponents() * UNIT])),
     "expm1": (torch.expm1, EXPM1, torch.cat([exponents().abs(), 10 ** -torch.arange(0, 323, dtype=torch.float64)])),
+    "tanh": (torch.tanh, TANH, saturating()),
+    "erf": (torch.erf, ERF, saturating()),
 }
 
 
@@ -415,7 +447,7 @@ def test_a_long_dot_product_has_a_narrow_radius() -> None:
 
 def test_one_operation_has_a_narrow_radius() -> None:
     a, b = Ball.exact(tensor([1 / 3, -2.7e8, 1e-100])), Ball.exact(tensor([3.3, 4.1e-9, 7.0]))
-    for ball in (a + b, a - b, a * b, a / b, a.square(), b.sqrt(), b.exp(), b.log()):
+    for ball in (a + b, a - b, a * b, a / b, a.square(), b.sqrt(), b.exp(), b.log(), a.tanh(), b.erf()):
         assert bool((ball.rad <= 20 * UNIT * ball.mid.abs()).all())
     assert Ball(tensor(0.0), tensor(1e-20)).sqrt().rad <= 1.001e-10
 

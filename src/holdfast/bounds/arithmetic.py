@@ -21,21 +21,35 @@ _THIN = 32  # matrices of so few rows or columns are not worth an iteration
 class Arithmetic(ABC, Generic[Array]):
     """How a bound computes. Formulas are non-decreasing in every norm, so an upper norm gives an upper value.
 
-    One arithmetic serves one layer at one batch of inputs, so that methods can share what they have in common.
+    One arithmetic serves one layer at one batch of inputs, so that methods can share what they have in common; `at`
+    gives one to every layer of a network.
     """
 
     guarantee: Guarantee
 
     def __init__(self) -> None:
-        self._shared: dict[str, Any] = {}
+        self._shared: dict[str, tuple[Tensor | None, Any]] = {}
+        self._layers: dict[int, tuple[object, Tensor, Arithmetic[Array]]] = {}
 
     @final
-    def once(self, name: str, compute: Callable[[], T]) -> T:
-        """What `compute` gives, computed at the first call and kept under its name."""
-        if name not in self._shared:
-            self._shared[name] = compute()
-        found: T = self._shared[name]
+    def once(self, name: str, compute: Callable[[], T], radii: Tensor | None = None) -> T:
+        """What `compute` gives, computed at the first call and kept under its name; anew where the radii are others."""
+        if name not in self._shared or not _same(self._shared[name][0], radii):
+            self._shared[name] = radii, compute()
+        found: T = self._shared[name][1]
         return found
+
+    @final
+    def at(self, layer: object, x: Tensor) -> Arithmetic[Array]:
+        """The arithmetic of the same kind that serves this layer at these inputs; the layer's last inputs are kept."""
+        kept = self._layers.get(id(layer))
+        if kept is None or kept[0] is not layer or kept[1] is not x:
+            kept = self._layers[id(layer)] = layer, x, self._fresh()
+        return kept[2]
+
+    @abstractmethod
+    def _fresh(self) -> Arithmetic[Array]:
+        """The same arithmetic with nothing kept."""
 
     @abstractmethod
     def lift(self, x: Tensor) -> Array:
@@ -68,6 +82,9 @@ class Proved(Arithmetic[Ball]):
         super().__init__()
         self._memory_limit = memory_limit
 
+    def _fresh(self) -> Proved:
+        return Proved(self._memory_limit)
+
     def lift(self, x: Tensor) -> Ball:
         return Ball.exact(x)
 
@@ -98,6 +115,9 @@ class Numerical(Arithmetic[Tensor]):
         super().__init__()
         self._tolerance, self._rough_tolerance = tolerance, rough_tolerance
 
+    def _fresh(self) -> Numerical:
+        return Numerical(self._tolerance, self._rough_tolerance)
+
     def lift(self, x: Tensor) -> Tensor:
         return x
 
@@ -115,3 +135,7 @@ class Numerical(Arithmetic[Tensor]):
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         thin = right if right.shape[-1] >= right.shape[-2] else torch.linalg.qr(right, mode="r").R
         return left @ thin.mT
+
+
+def _same(left: Tensor | None, right: Tensor | None) -> bool:
+    return left is right or (left is not None and right is not None and torch.equal(left, right))

@@ -85,7 +85,10 @@ class Bound(Method):
 
     @abstractmethod
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
-        """The formula, in the arithmetic `a`: x is float64 (…, n, d), eps holds the radii (e)."""
+        """The formula, in the arithmetic `a`: x is float64 (…, n, d), eps holds the radii (e).
+
+        Inside a network each input has radii of its own, (…, e).
+        """
 
     @abstractmethod
     def _refusal(self, layer: AttentionLayer) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import ClassVar, final
 
@@ -60,10 +60,16 @@ class Best(Bound):
         return None
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
-        others = (each for each in bounds.values() if each is not self)
-        return smallest(
-            a, ((each.name, each.refusal(layer), partial(each._evaluate, a, layer, x, eps)) for each in others)
-        )
+        return smallest_of((each for each in bounds.values() if each is not self), a, layer, x, eps)
+
+
+def smallest_of(
+    methods: Iterable[Bound], a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array
+) -> Evaluation[Array]:
+    """The minimum of the given bounds, for radii as in `Bound._evaluate`."""
+    return smallest(
+        a, ((each.name, each.refusal(layer), partial(each._evaluate, a, layer, x, eps)) for each in methods)
+    )
 
 
 @final

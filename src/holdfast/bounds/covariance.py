@@ -43,7 +43,7 @@ class Plus(Bound):
         centred = f.v - a.number(f.v).mean(-2, keepdim=True)
         values = a.matrix_norm(centred.flatten(-3, -2))
         pairs = (~ball.masked).to(torch.float64).expand(f.p.shape)
-        scores = a.norm(ScoreMoments(f.query_rows, f.key_rows, pairs))
+        scores = a.once("scores", lambda: a.norm(ScoreMoments(f.query_rows, f.key_rows, pairs)))
         spread = values.unsqueeze(-1) + ball.stacked_C * eps
         moved = scores.unsqueeze(-1) * eps + ball.joint_A * (eps * eps)
         value = zeta.unsqueeze(-1) * eps + spread * moved * 0.5

@@ -52,11 +52,14 @@ class _Splitting(Bound):
         X = a.lift(x)
         f = fold(layer, X)
         w = layer.weights(X)
-        gain, score = self._linear_gain(a, layer, x, f), self._score_gain(a, layer, f)
-        A, C = a.matrix_norm(w.w_q @ w.w_k.mT * layer.scale), a.matrix_norm(f.c)
-        XC, norm_X = a.matrix_norm(f.v), a.matrix_norm(X)
+        gain = a.once(f"{self.name} linear", lambda: self._linear_gain(a, layer, x, f))
+        score = a.once(f"{self.name} score", lambda: self._score_gain(a, layer, f))
+        A = a.once("norm_A", lambda: a.matrix_norm(w.w_q @ w.w_k.mT * layer.scale))
+        C, XC = a.once("norm_C", lambda: a.matrix_norm(f.c)), a.once("norm_XC", lambda: a.matrix_norm(f.v))
+        norm_X = a.once("norm_X", lambda: a.matrix_norm(X))
 
         delta_1 = list(gain.values())[-1].unsqueeze(-1) * eps
+        eps = eps.unsqueeze(-2)  # for every head
         delta_21 = (list(score.values())[-1].unsqueeze(-1) + A.unsqueeze(-1) * eps) * eps
         delta_22 = XC.unsqueeze(-1) + C.unsqueeze(-1) * eps
         delta_22_naive = C.unsqueeze(-1) * (norm_X.unsqueeze(-1).unsqueeze(-1) + eps)

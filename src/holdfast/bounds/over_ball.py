@@ -1,7 +1,8 @@
 """What holds at every point of a ball: upper probabilities, spreads of values and scores (docs/math/second-order.md).
 
 Z is any point with ‖Z - X‖_F <= r, G any direction with ‖G‖_F = 1. All constants are non-decreasing in r, and are
-computed for many radii at once: shapes begin with (r, b…), where r is the number of radii.
+computed for many radii at once: shapes begin with (r, b…), where r is the number of radii. Radii themselves come as
+(r), or as (b…, r) where each input has its own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from holdfast.attention import AttentionLayer, fold
 from holdfast.attention.jacobian import Folded
 from holdfast.attention.moments import RowMoments, ScoreMoments
 from holdfast.bounds.arithmetic import Arithmetic
+from holdfast.errors import InputError
 from holdfast.linalg import Array, Ball
 
 ROOT2 = math.sqrt(2.0) * (1 + 2**-50)  # not below the exact value, nor are the other constants here
@@ -32,13 +34,15 @@ class OverBall(Generic[Array]):
         a: the arithmetic.
         layer: float64.
         x: (b…, n, d) float64.
-        radii: (r) the radii of the balls.
+        radii: (r) the radii of the balls, or (b…, r).
     """
 
     def __init__(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, radii: Array) -> None:
         self.a: Arithmetic[Array] = a
-        self._radii: Array = radii
-        self._batch = x.ndim - 2
+        own = radii.shape[:-1]
+        if own not in (torch.Size(), x.shape[:-2]):
+            raise InputError(f"radii have shape {tuple(radii.shape)}; expected (r) or {(*x.shape[:-2], 'r')}")
+        self._radii: Array = radii.movedim(-1, 0).reshape(-1, *(own or (1 for _ in x.shape[:-2])))
         X = a.lift(x)
         w = layer.weights(X)
         self.f: Folded[Array] = fold(layer, X)
@@ -55,7 +59,7 @@ class OverBall(Generic[Array]):
 
     def r(self, dims: int) -> Array:
         """The radii, ready for a tensor with `dims` dimensions behind the batch."""
-        return self._radii.reshape(-1, *(1 for _ in range(self._batch + dims)))
+        return self._radii.reshape(*self._radii.shape, *(1 for _ in range(dims)))
 
     @cached_property
     def norm_C(self) -> Array:

@@ -64,7 +64,14 @@ def _rms(rows: Array) -> Array:
 
 
 def nodes_for(radii: Tensor) -> Tensor:
-    """(r) where the curvature is evaluated: every radius, and points between, about `_NODES` up to the largest."""
+    """(r) where the curvature is evaluated: every radius, and points between, about `_NODES` up to the largest.
+
+    Radii (b…, e) for each input give nodes (b…, r).
+    """
+    if radii.ndim > 1:
+        pieces = _NODES if float(radii.max()) > 1e-300 else 1  # nothing lies between where all radii are zero
+        between = torch.arange(1, pieces, dtype=torch.float64, device=radii.device) / pieces
+        return torch.cat([radii, radii.amax(-1, keepdim=True) * between], -1).sort(-1).values
     ends: list[float] = torch.unique(radii).tolist()
     nodes = list(ends)
     for start, end in zip([0.0, *ends], ends, strict=False):
@@ -73,15 +80,25 @@ def nodes_for(radii: Tensor) -> Tensor:
     return torch.tensor(sorted(set(nodes)), dtype=torch.float64, device=radii.device)
 
 
+def on_nodes(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, nodes: Tensor) -> OverBall[Array]:
+    """The constants on the balls of all nodes."""
+    return a.once("nodes", lambda: OverBall(a, layer, x, a.lift(nodes)), nodes)
+
+
 def integrate(a: Arithmetic[Array], values: Array, nodes: Tensor, radii: Tensor) -> Array:
-    """(b…, e) a bound of ∫_0^ε (ε - r) f(r) dr, for values (r, b…) at the nodes (r) that bound f up to there.
+    """(b…, e) a bound of ∫_0^ε (ε - r) f(r) dr, for values (r, b…) at the nodes that bound f up to there.
 
     The interval that holds ε is cut there.
     """
-    ends = torch.minimum(nodes.unsqueeze(-1), radii)
-    starts = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
-    weights = (ends - starts) * ((radii - starts) + (radii - ends)) / 2
-    return values.movedim(0, -1) @ a.lift(weights * (1 + 1e-12))  # more than the rounding of four sums and products
+    ends = torch.minimum(nodes.unsqueeze(-1), radii.unsqueeze(-2))
+    starts = torch.cat([torch.zeros_like(ends[..., :1, :]), ends[..., :-1, :]], -2)
+    weights = (ends - starts) * ((radii.unsqueeze(-2) - starts) + (radii.unsqueeze(-2) - ends)) / 2
+    return weighted(values, a.lift(weights * (1 + 1e-12)))  # more than the rounding of four sums and products
+
+
+def weighted(values: Array, weights: Array) -> Array:
+    """(b…, e) sums of values (r, b…) with weights (r, e) or (b…, r, e)."""
+    return (values.movedim(0, -1).unsqueeze(-2) @ weights).squeeze(-2)
 
 
 @final
@@ -104,12 +121,11 @@ class SecondOrder(Bound):
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         J = AttentionJacobian(layer, x)
-        gain, common, other = a.once("jacobian", lambda: a.norm(J)), a.norm(CommonPart(J)), a.norm(OtherPart(J))
-        coupling = a.norm(Coupling(J))
+        gain, common = a.once("jacobian", lambda: a.norm(J)), a.once("common", lambda: a.norm(CommonPart(J)))
+        other, coupling = a.once("other", lambda: a.norm(OtherPart(J))), a.once("coupling", lambda: a.norm(Coupling(J)))
         radii = a.number(eps)
         nodes = nodes_for(radii)
-        ball = a.once("nodes", lambda: OverBall(a, layer, x, a.lift(nodes)))
-        beta = a.once("curvature", lambda: curvature(ball))
+        beta = a.once("curvature", lambda: curvature(on_nodes(a, layer, x, nodes)), nodes)
         every, alike, mixed = (integrate(a, part, nodes, radii) for part in (beta.every, beta.common, beta.mixed))
 
         # Cells of s, finer near 0; (b…, e, cell).
@@ -146,28 +162,31 @@ class Mixed(Bound):
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         radii = a.number(eps)
         nodes = nodes_for(radii)
-        ball = a.once("nodes", lambda: OverBall(a, layer, x, a.lift(nodes)))
-        gain = a.once("jacobian", lambda: a.norm(AttentionJacobian(layer, x)))
-        grown = _running(a, a.once("curvature", lambda: curvature(ball)).every, nodes) + gain
-        slope = grown.minimum(_direct_gain(ball, layer, x))
-        integral = slope.movedim(0, -1) @ a.lift(widths(nodes, radii))
+        grown = grown_gain(a, layer, x, nodes, nodes).movedim(-1, 0)
+        slope = grown.minimum(direct_gain(on_nodes(a, layer, x, nodes), layer, x))
+        integral = weighted(slope, a.lift(widths(nodes, radii)))
         saturated = _saturated(a, layer, x, eps)
-        terms = {"jacobian": gain, "integral": integral, "saturated": saturated}
+        terms = {"jacobian": _jacobian(a, layer, x), "integral": integral, "saturated": saturated}
         return Evaluation(integral.minimum(saturated), terms)
 
 
+def grown_gain(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, nodes: Tensor, radii: Tensor) -> Array:
+    """(b…, e) ‖J(X)‖ + ∫_0^r β, a bound of ‖J(Z)‖ on the ball of each radius."""
+    beta = a.once("curvature", lambda: curvature(on_nodes(a, layer, x, nodes)), nodes).every
+    return weighted(beta, a.lift(widths(nodes, radii))) + _jacobian(a, layer, x).unsqueeze(-1)
+
+
+def _jacobian(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> Array:
+    return a.once("jacobian", lambda: a.norm(AttentionJacobian(layer, x)))
+
+
 def widths(nodes: Tensor, radii: Tensor) -> Tensor:
-    """(r, e) lengths of the intervals between nodes up to each radius, rounded up."""
-    ends = torch.minimum(nodes.unsqueeze(-1), radii)
-    return torch.diff(ends, dim=0, prepend=torch.zeros_like(ends[:1])) * (1 + 1e-12)
+    """(…, r, e) lengths of the intervals between nodes up to each radius, rounded up."""
+    ends = torch.minimum(nodes.unsqueeze(-1), radii.unsqueeze(-2))
+    return torch.diff(ends, dim=-2, prepend=torch.zeros_like(ends[..., :1, :])) * (1 + 1e-12)
 
 
-def _running(a: Arithmetic[Array], values: Array, nodes: Tensor) -> Array:
-    """(r, b…) a bound of ∫_0^r f at each node, for values (r, b…) at the nodes that bound f up to there."""
-    return (values.movedim(0, -1) @ a.lift(widths(nodes, nodes))).movedim(-1, 0)
-
-
-def _direct_gain(ball: OverBall[Array], layer: AttentionLayer, x: Tensor) -> Array:
+def direct_gain(ball: OverBall[Array], layer: AttentionLayer, x: Tensor) -> Array:
     """(r, b…) L(r) >= ‖J(Z)‖."""
     a, q = ball.a, ball.a.lift(ball.q)
     w = layer.weights(a.lift(x))
@@ -181,6 +200,7 @@ def _direct_gain(ball: OverBall[Array], layer: AttentionLayer, x: Tensor) -> Arr
 def _saturated(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Array:
     """(b…, e) ε ζ and the farthest that the attention outputs can go, however the probabilities change."""
     ball = OverBall(a, layer, x, a.lift(torch.zeros(1, dtype=torch.float64, device=x.device)))
-    reach = ball.value_distance.amax(-1).unsqueeze(-1) + ball.norm_C.unsqueeze(-1).unsqueeze(-1) * eps * ROOT2
+    drift = ball.norm_C.unsqueeze(-1).unsqueeze(-1) * eps.unsqueeze(-2).unsqueeze(-2) * ROOT2
+    reach = ball.value_distance.amax(-1).unsqueeze(-1) + drift
     zeta = a.once("zeta", lambda: a.norm(ValueOperator(layer, x)))
     return zeta.unsqueeze(-1) * eps + root(reach.sum(-3).square().sum(-2))

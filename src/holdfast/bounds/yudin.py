@@ -22,7 +22,7 @@ from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import Bound, Evaluation, register_bound
 from holdfast.bounds.lipschitz import PointBound, register_lipschitz_bound
 from holdfast.bounds.over_ball import OverBall, root
-from holdfast.bounds.second_order import nodes_for, widths
+from holdfast.bounds.second_order import nodes_for, on_nodes, weighted, widths
 from holdfast.linalg import Array
 
 
@@ -144,17 +144,21 @@ class YudinBall(Bound):
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         radii = a.number(eps)
         nodes = nodes_for(radii)
-        ball = a.once("nodes", lambda: OverBall(a, layer, x, a.lift(nodes)))
+        ball = on_nodes(a, layer, x, nodes)
         zeta = a.once("zeta", lambda: a.norm(ValueOperator(layer, x)))
-        f, r, C, A, lam = ball.f, ball.r(1), ball.norm_C, ball.norm_A, ball.softmax_norm
-        V, Q = (_centred(a, rows).multiplied() for rows in (f.value_rows, f.query_rows))
-        moved = lam.amax(-1) * (a.matrix_norm(Q) + A * r * 2.0) + a.matrix_norm(lam.unsqueeze(-1) * f.key)
-        q = a.lift(ball.q)
-        attention = a.matrix_norm(q).minimum(root(q.sum(-2).amax(-1)))  # rows of P sum to 1
-        grown = zeta + (C * moved * r).sum(-1)
-        values = grown.minimum((C * attention).sum(-1) + abs(layer.residual))
-        apart = ((a.matrix_norm(V) + C * r) * moved).sum(-1)
-        stacked = a.matrix_norm(V.flatten(-3, -2)) + ball.stacked_C * ball.r(0)
-        scores = apart.minimum(stacked * root(moved.square().sum(-1)))
-        value = (values + scores).movedim(0, -1) @ a.lift(widths(nodes, radii))
-        return Evaluation(value, {"zeta": zeta, "norm_C": C, "norm_A": A})
+        value = weighted(slope_on_balls(ball, zeta, layer.residual), a.lift(widths(nodes, radii)))
+        return Evaluation(value, {"zeta": zeta, "norm_C": ball.norm_C, "norm_A": ball.norm_A})
+
+
+def slope_on_balls(ball: OverBall[Array], zeta: Array, residual: float) -> Array:
+    """(r, b…) L(r) >= ‖DF(Z)‖ (Theorem 5)."""
+    a, f, r, C, lam = ball.a, ball.f, ball.r(1), ball.norm_C, ball.softmax_norm
+    V, Q = (_centred(a, rows).multiplied() for rows in (f.value_rows, f.query_rows))
+    moved = lam.amax(-1) * (a.matrix_norm(Q) + ball.norm_A * r * 2.0) + a.matrix_norm(lam.unsqueeze(-1) * f.key)
+    q = a.lift(ball.q)
+    attention = a.matrix_norm(q).minimum(root(q.sum(-2).amax(-1)))  # rows of P sum to 1
+    grown = zeta + (C * moved * r).sum(-1)
+    values = grown.minimum((C * attention).sum(-1) + abs(residual))
+    apart = ((a.matrix_norm(V) + C * r) * moved).sum(-1)
+    stacked = a.matrix_norm(V.flatten(-3, -2)) + ball.stacked_C * ball.r(0)
+    return values + apart.minimum(stacked * root(moved.square().sum(-1)))

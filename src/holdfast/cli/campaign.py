@@ -16,13 +16,14 @@ from holdfast.testing.campaign import CampaignReport, Subject, examine, subjects
 
 def campaign(
     layers: Annotated[int, typer.Option(min=0, help="How many random layers.")] = 20,
-    seed: Annotated[int, typer.Option(min=0, help="Of the first layer; layer i has the seed + i.")] = 0,
-    seconds: Annotated[float | None, typer.Option(min=0, help="Begin no further layer after so much time.")] = None,
+    pieces: Annotated[int, typer.Option(min=0, help="How many random pieces of networks.")] = 40,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first of them; number i has the seed + i.")] = 0,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Begin nothing further after so much time.")] = None,
     demo: Annotated[bool, typer.Option(help="Begin with the layers of the demo model.")] = True,
     as_json: Json = False,
     out: Out = None,
 ) -> None:
-    """Attack every bound, and what it is made of, at random layers: status 1 if one is below what is attained."""
+    """Attack every bound, and what it is made of, at random layers and pieces: status 1 if one is below the truth."""
     began = time.perf_counter()
 
     def job(subject: Subject) -> Job[CampaignReport | None]:
@@ -32,7 +33,7 @@ def campaign(
 
         return Job(subject.case.name, run)
 
-    jobs = [job(subject) for subject in subjects(layers, seed, demo=demo)]
+    jobs = [job(subject) for subject in subjects(layers, seed, demo=demo, pieces=pieces)]
     done = carry_out(jobs)
     report = CampaignReport()
     for found in done.results:
@@ -48,7 +49,7 @@ def campaign(
 
 
 def _show(report: CampaignReport) -> None:
-    table = Table("bound or ingredient", "smallest slack", "refused", title="Bound / attained - 1")
+    table = Table("bound, ingredient or constant", "smallest slack", "refused", title="Bound / attained - 1")
     for name in sorted({*report.slack, *report.refusals}):
         slack = f"{report.slack[name]:.3g}" if name in report.slack else ""
         table.add_row(name, slack, str(report.refusals.get(name, "")))
@@ -56,7 +57,9 @@ def _show(report: CampaignReport) -> None:
     console.print(table)
     for kind, findings in (("violation", report.violations), ("failure", report.failures)):
         for each in findings:
-            where = "" if each.seed is None else f"; repeat with --no-demo --layers 1 --seed {each.seed}"
+            only = "--layers 0 --pieces 1" if each.is_piece else "--layers 1 --pieces 0"
+            where = "" if each.seed is None else f"; repeat with --no-demo {only} --seed {each.seed}"
             console.print(f"{kind}: {each.what} at {each.layer}: {each.detail}{where}", style="red", soft_wrap=True)
     found = f"{len(report.violations)} violations, {len(report.failures)} failures"
-    console.print(f"{report.layers} layers, {report.checks} checks in {report.seconds:.0f} s: {found}")
+    examined = f"{report.layers} layers, {report.pieces} pieces, {report.checks} checks"
+    console.print(f"{examined} in {report.seconds:.0f} s: {found}")

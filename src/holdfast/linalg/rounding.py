@@ -7,8 +7,9 @@ operands. The model is the usual one (Higham 2002, sections 2.2 and 3.1; Rump 19
     fl(a ∘ b) = (a ∘ b)(1 + δ) + η,  |δ| <= u = 2⁻⁵³,  |η| <= 2⁻¹⁰²² (subnormals may be flushed),
     |fl(AB) - AB| <= γ_K |A||B|,     γ_K = K u / (1 - K u), for an inner product of length K in any order.
 
-`exp`, `expm1` and `log` are taken to be accurate to 4 units in the last place; the vendors state 1. Radii are
-themselves computed in floating point from non-negative numbers, so a relative inflation pays for their rounding.
+`exp`, `expm1`, `log`, `tanh` and `erf` are taken to be accurate to 4 units in the last place; the vendors state 1 or 2.
+Radii are themselves computed in floating point from non-negative numbers, so a relative inflation pays for their
+rounding.
 
 The class has the method names of a tensor, so that one formula serves both: with tensors it is fast, with balls proved.
 """
@@ -228,8 +229,13 @@ class Ball:
         least, most = torch.minimum(self.mid, other.mid), torch.maximum(self.rad, other.rad)
         return Ball(torch.where(known, mid, least), torch.where(known, rad, most))
 
-    def clamp(self, *, max: float) -> Ball:
-        return Ball(self.mid.clamp(max=max), self.rad)
+    def clamp(self, *, min: float | None = None, max: float | None = None) -> Ball:
+        rad = self.rad
+        if min is not None:
+            rad = torch.where(self.upper <= min, 0.0, rad)  # every member becomes `min`
+        if max is not None:
+            rad = torch.where(self.lower >= max, 0.0, rad)
+        return Ball(self.mid.clamp(min=min, max=max), rad)
 
     def square(self) -> Ball:
         return self * self
@@ -248,6 +254,25 @@ class Ball:
         least = self.mid - self.rad
         rad = _grow(self.rad / least + _EXP_ULPS * mid.abs())
         return Ball(mid, torch.where(least > 0, rad, torch.full_like(rad, math.inf)))
+
+    def tanh(self) -> Ball:
+        # The slope is 1/cosh² <= 4 exp(-2|t|), and at most 1.
+        return self._saturate(Tensor.tanh, 1.0, 4.0, lambda t: -2.0 * t)
+
+    def erf(self) -> Ball:
+        # The slope is 2/√π exp(-t²), and 2/√π < 1.1284.
+        return self._saturate(Tensor.erf, 1.1284, 1.1284, lambda t: -t * t)
+
+    def _saturate(
+        self, function: Callable[[Tensor], Tensor], steepest: float, factor: float, exponent: Callable[[Tensor], Tensor]
+    ) -> Ball:
+        """A function into [-1, 1], increasing, with slope at most min(steepest, factor · exp(exponent(|t|)))."""
+        mid = function(self.mid)
+        nearest = down(self.mid.abs() - self.rad).clamp(min=0.0)
+        # The exponent may be large, so its rounding counts: 4 u · 690 < 1e-12.
+        slope = factor * exponent(nearest).clamp(min=_EXP_LEAST).exp() * (1 + 1e-12)
+        rad = slope.clamp(max=steepest) * self.rad + _EXP_ULPS * mid.abs()
+        return Ball(mid, _grow(torch.fmin(rad, 1.0 + mid.abs())))
 
     def sqrt(self) -> Ball:
         """The square root of the non-negative members."""

@@ -1,4 +1,4 @@
-"""The conformance kit: a new operator, bound or attack inherits the tests that every one of its kind must pass.
+"""The conformance kit: a new operator, bound, attack or piece inherits the tests that every one of its kind must pass.
 
     from holdfast.testing import BoundConformance
 
@@ -14,6 +14,7 @@ from holdfast.testing.bounds import BoundConformance
 from holdfast.testing.layers import Case, cases, changed, gaussian_case, make_case, random_case
 from holdfast.testing.lipschitz import BallBoundConformance, PointBoundConformance
 from holdfast.testing.operators import OperatorConformance, ProvableConformance
+from holdfast.testing.pieces import PieceCase, PieceConformance
 
 __all__ = [
     "AttackConformance",
@@ -21,6 +22,8 @@ __all__ = [
     "BoundConformance",
     "Case",
     "OperatorConformance",
+    "PieceCase",
+    "PieceConformance",
     "PointBoundConformance",
     "ProvableConformance",
     "cases",

@@ -1,6 +1,7 @@
 """The soundness campaign: random layers, and for each of them a search for a point where a bound is below the truth.
 
 Every bound of the movement over a ball is attacked over its whole ball, and so is every ingredient of `INGREDIENTS`.
+The pieces of networks are drawn likewise, and each of their constants is attacked.
 What an attack attains is rounded down, so a proved bound gets no tolerance at all; a numerical one gets its documented
 slack. A layer is drawn from its own seed: `run_campaign(1, seed, demo=False)` repeats what was found at that seed.
 """
@@ -8,10 +9,11 @@ slack. A layer is drawn from its own seed: `run_campaign(1, seed, demo=False)` r
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -29,8 +31,11 @@ from holdfast.models import demo_digits, load_digits_vit
 from holdfast.movement import movement
 from holdfast.results import Guarantee
 from holdfast.testing.draw import draw
+from holdfast.testing.draw_pieces import KINDS, draw_piece
 from holdfast.testing.ingredients import INGREDIENTS, Constants, Ingredient, Situation
 from holdfast.testing.layers import Case
+from holdfast.testing.pieces import PieceCase, attained
+from holdfast.testing.pieces import bound as constant_bound
 from holdfast.testing.probes import climb, directions, inside
 
 RADII = (1e-8, 1e-6, 1e-4, 1e-2, 0.1, 0.5, 1.0, 3.0, 10.0)
@@ -40,9 +45,9 @@ _CLIMBED = 3  # ingredients that are climbed for at each layer; all are checked 
 
 @dataclass(frozen=True)
 class Subject:
-    """A layer with inputs, and the seed that leads to it; None for a layer of the demo model."""
+    """A layer or a piece with inputs, and the seed that leads to it; None for a layer of the demo model."""
 
-    case: Case
+    case: Case | PieceCase
     seed: int | None
 
 
@@ -51,16 +56,18 @@ class Finding:
     """Something that must not happen.
 
     Attributes:
-        what: the bound or ingredient, with its guarantee.
-        layer: what is particular about the layer.
+        what: the bound, ingredient or constant, with its guarantee.
+        layer: what is particular about the layer or piece.
         seed: repeats it.
         detail: the numbers, or the error.
+        is_piece: whether it is a piece of a network.
     """
 
     what: str
     layer: str
     seed: int | None
     detail: str
+    is_piece: bool = False
 
 
 @dataclass
@@ -69,6 +76,7 @@ class CampaignReport:
 
     Attributes:
         layers: how many were examined.
+        pieces: likewise.
         checks: comparisons of a bound with something attained.
         violations: a bound or ingredient below something attained.
         failures: errors other than a clear refusal.
@@ -78,6 +86,7 @@ class CampaignReport:
     """
 
     layers: int = 0
+    pieces: int = 0
     checks: int = 0
     violations: list[Finding] = field(default_factory=list)
     failures: list[Finding] = field(default_factory=list)
@@ -93,6 +102,7 @@ class CampaignReport:
     def add(self, other: CampaignReport) -> None:
         """Takes the findings of another report in."""
         self.layers += other.layers
+        self.pieces += other.pieces
         self.checks += other.checks
         self.violations += other.violations
         self.failures += other.failures
@@ -106,8 +116,8 @@ class CampaignReport:
         return asdict(self) | {"sound": self.sound, "refusals": dict(self.refusals)}
 
 
-def subjects(layers: int, seed: int, *, demo: bool = True) -> Iterator[Subject]:
-    """The layers of a campaign: those of the demo model at one of its digits, then `layers` random ones."""
+def subjects(layers: int, seed: int, *, demo: bool = True, pieces: int = 0) -> Iterator[Subject]:
+    """What a campaign examines: the layers of the demo model at one of its digits, random layers, random pieces."""
     if demo:
         images = demo_digits().images
         entering = load_digits_vit().attention_inputs(images[seed % len(images)].unsqueeze(0))
@@ -115,6 +125,9 @@ def subjects(layers: int, seed: int, *, demo: bool = True) -> Iterator[Subject]:
             yield Subject(Case(name, AttentionLayer.from_module(module), x), None)
     for each in range(seed, seed + layers):
         yield Subject(draw(each), each)
+    kinds = list(KINDS)
+    for each in range(seed, seed + pieces):
+        yield Subject(draw_piece(kinds[each % len(kinds)], each), each)
 
 
 def run_campaign(
@@ -123,6 +136,7 @@ def run_campaign(
     seconds: float | None = None,
     *,
     demo: bool = True,
+    pieces: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> CampaignReport:
     """Examines layers until all are done or the time is over.
@@ -132,110 +146,43 @@ def run_campaign(
         seed: of the first layer.
         seconds: after so much time no further layer is begun.
         demo: whether the layers of the demo model come first.
-        progress: called with the number of layers done.
+        pieces: how many random pieces of networks come last, with seeds as the layers.
+        progress: called with the number of layers and pieces done.
     """
     began, report = time.perf_counter(), CampaignReport()
-    for subject in subjects(layers, seed, demo=demo):
+    for subject in subjects(layers, seed, demo=demo, pieces=pieces):
         if seconds is not None and time.perf_counter() - began > seconds:
             break
         report.add(examine(subject))
         if progress is not None:
-            progress(report.layers)
+            progress(report.layers + report.pieces)
     return report
 
 
 def examine(subject: Subject, radii: Sequence[float] = RADII) -> CampaignReport:
-    """Attacks every bound and every ingredient at one layer; `radii` must grow."""
-    return _Examination(subject, list(radii)).run()
+    """Attacks every bound and every ingredient at one layer, or every constant of one piece; `radii` must grow."""
+    if isinstance(subject.case, PieceCase):
+        return _PieceExamination(subject, subject.case, list(radii)).run()
+    return _LayerExamination(subject, subject.case, list(radii)).run()
 
 
-class _Examination:
-    """One layer under attack."""
+class _Examination(ABC):
+    """Something under attack, and the record of it."""
 
-    def __init__(self, subject: Subject, radii: list[float]) -> None:
-        self._subject, self._radii = subject, radii
-        case = subject.case
-        self._layer, self._x = case.layer.double(), case.x.double()
+    def __init__(self, subject: Subject, radii: list[float], report: CampaignReport) -> None:
+        self._subject, self._radii, self._report = subject, radii, report
         self._seed = subject.seed or 0
-        self._report = CampaignReport(layers=1)
 
+    @abstractmethod
+    def _attack(self) -> None:
+        """Compares every bound with what is attained."""
+
+    @final
     def run(self) -> CampaignReport:
         began = time.perf_counter()
-        attained = self._guarded("attack", self._attained)
-        if attained is not None:
-            for bound in registry.values():
-                for guarantee in bound.guarantees:
-                    self._bound(bound, guarantee, attained)
-        self._guarded("ingredients", self._ingredients)
+        self._attack()
         self._report.seconds = time.perf_counter() - began
         return self._report
-
-    # -- bounds
-
-    def _attained(self) -> Tensor:
-        """(b, e) how far the output was moved, rounded down."""
-        case, x, layer = self._subject.case, self._x, self._layer
-        found = attack(case.layer, case.x, self._radii, restarts=1, steps=20, seed=self._seed)
-        radii = x.new_tensor(self._radii).reshape(-1, *(1 for _ in x.shape))
-        witness = (found.witness.movedim(-3, 0) - x) / radii
-        ways = torch.cat([directions(layer, x, self._seed).unsqueeze(1).expand(-1, *witness.shape), witness[None]])
-        best = found.lower.movedim(-1, 0)
-        for share in _SHARES:
-            z = inside(x, x + share * radii * ways, radii)
-            best = torch.maximum(best, movement(layer, x, z).lower.nan_to_num(nan=0.0).amax(0))
-        return best.cummax(0).values.movedim(0, -1)  # a smaller ball lies inside a larger one
-
-    def _bound(self, bound: Bound, guarantee: Guarantee, attained: Tensor) -> None:
-        """Compares a bound; where it refuses all radii at once, each by itself."""
-        name, slack = f"{bound.name}, {guarantee}", NUMERICAL_SLACK if guarantee == "numerical" else 0.0
-        value = self._guarded(name, lambda: self._value(bound, self._radii, guarantee), count=False)
-        if value is not None:
-            self._compare(name, value, attained, slack)
-            return
-        for i, radius in enumerate(self._radii):
-            value = self._guarded(name, lambda r=radius: self._value(bound, [r], guarantee))  # type: ignore[misc]
-            if value is not None:
-                self._compare(name, value, attained[..., i : i + 1], slack)
-
-    def _value(self, bound: Bound, radii: list[float], guarantee: Guarantee) -> Tensor:
-        return bound(self._subject.case.layer, self._subject.case.x, radii, guarantee=guarantee).value
-
-    # -- ingredients
-
-    def _ingredients(self) -> None:
-        layer, x = self._layer, self._x
-        radii = x.new_tensor(self._radii)
-        a = Proved()
-        with torch.no_grad():
-            constants = Constants(OverBall(a, layer, x, a.lift(radii)), layer, x, radii)
-            bounds = {each.name: _upper(each.bound(constants)) for each in INGREDIENTS}
-        r = radii.reshape(-1, *(1 for _ in x.shape))
-        generator = torch.Generator().manual_seed(self._seed)
-        t = float(torch.rand((), generator=generator))
-        ways = directions(layer, x, self._seed).unsqueeze(1)
-        ways = ways.expand(ways.shape[0], len(radii), *x.shape)
-        order = torch.randperm(len(ways), generator=generator)
-        pool = [(r * ways, ways[order])]
-        for index in torch.randperm(len(INGREDIENTS), generator=generator)[:_CLIMBED].tolist():
-            pool.append(climb(self._ratio(INGREDIENTS[index], bounds, t), r, *(part[::2] for part in pool[0])))
-        for moves, g in pool:
-            z = inside(x, x + moves, r)
-            unit = Ball.exact(g * (1 - 1e-12))
-            with torch.no_grad():
-                situation = Situation(layer, Ball.exact(x), Ball.exact(z), unit, t)
-                for each in INGREDIENTS:
-                    self._compare(each.name, bounds[each.name], each.truth(situation).lower)
-
-    def _ratio(self, ingredient: Ingredient, bounds: dict[str, Tensor], t: float) -> Callable[[Tensor, Tensor], Tensor]:
-        """What is climbed for: the largest ratio of the truth to the bound, (m, r, b…)."""
-        bound = bounds[ingredient.name]
-
-        def ratio(moves: Tensor, g: Tensor) -> Tensor:
-            truth: Tensor = ingredient.truth(Situation(self._layer, self._x, self._x + moves, g, t))
-            share = truth / torch.where(bound > 0, bound, torch.inf)
-            return share.flatten(g.ndim - 2).amax(-1) if share.ndim > g.ndim - 2 else share
-
-        return ratio
 
     # -- the record
 
@@ -273,7 +220,113 @@ class _Examination:
         return None
 
     def _finding(self, what: str, detail: str) -> Finding:
-        return Finding(what, self._subject.case.name, self._subject.seed, detail)
+        case = self._subject.case
+        return Finding(what, case.name, self._subject.seed, detail, isinstance(case, PieceCase))
+
+
+@final
+class _PieceExamination(_Examination):
+    """One piece of a network under attack."""
+
+    def __init__(self, subject: Subject, case: PieceCase, radii: list[float]) -> None:
+        super().__init__(subject, radii, CampaignReport(pieces=1))
+        self._case = case
+
+    def _attack(self) -> None:
+        found = self._guarded("attack of a piece", lambda: attained(self._case, self._radii, self._seed)) or {}
+        for constant, reached in found.items():
+            name = f"{type(self._case.piece).__name__}, {constant}"
+            value = self._guarded(name, lambda c=constant: self._constant(c))  # type: ignore[misc]
+            if value is not None:
+                self._compare(name, value, reached)
+
+    def _constant(self, constant: str) -> Tensor:
+        return constant_bound(Proved(), self._case.piece, constant, self._case.u, self._radii)
+
+
+@final
+class _LayerExamination(_Examination):
+    """One layer under attack."""
+
+    def __init__(self, subject: Subject, case: Case, radii: list[float]) -> None:
+        super().__init__(subject, radii, CampaignReport(layers=1))
+        self._case = case
+        self._layer, self._x = case.layer.double(), case.x.double()
+
+    def _attack(self) -> None:
+        reached = self._guarded("attack", self._attained)
+        if reached is not None:
+            for bound in registry.values():
+                for guarantee in bound.guarantees:
+                    self._bound(bound, guarantee, reached)
+        self._guarded("ingredients", self._ingredients)
+
+    # -- bounds
+
+    def _attained(self) -> Tensor:
+        """(b, e) how far the output was moved, rounded down."""
+        case, x, layer = self._case, self._x, self._layer
+        found = attack(case.layer, case.x, self._radii, restarts=1, steps=20, seed=self._seed)
+        radii = x.new_tensor(self._radii).reshape(-1, *(1 for _ in x.shape))
+        witness = (found.witness.movedim(-3, 0) - x) / radii
+        ways = torch.cat([directions(layer, x, self._seed).unsqueeze(1).expand(-1, *witness.shape), witness[None]])
+        best = found.lower.movedim(-1, 0)
+        for share in _SHARES:
+            z = inside(x, x + share * radii * ways, radii)
+            best = torch.maximum(best, movement(layer, x, z).lower.nan_to_num(nan=0.0).amax(0))
+        return best.cummax(0).values.movedim(0, -1)  # a smaller ball lies inside a larger one
+
+    def _bound(self, bound: Bound, guarantee: Guarantee, attained: Tensor) -> None:
+        """Compares a bound; where it refuses all radii at once, each by itself."""
+        name, slack = f"{bound.name}, {guarantee}", NUMERICAL_SLACK if guarantee == "numerical" else 0.0
+        value = self._guarded(name, lambda: self._value(bound, self._radii, guarantee), count=False)
+        if value is not None:
+            self._compare(name, value, attained, slack)
+            return
+        for i, radius in enumerate(self._radii):
+            value = self._guarded(name, lambda r=radius: self._value(bound, [r], guarantee))  # type: ignore[misc]
+            if value is not None:
+                self._compare(name, value, attained[..., i : i + 1], slack)
+
+    def _value(self, bound: Bound, radii: list[float], guarantee: Guarantee) -> Tensor:
+        return bound(self._case.layer, self._case.x, radii, guarantee=guarantee).value
+
+    # -- ingredients
+
+    def _ingredients(self) -> None:
+        layer, x = self._layer, self._x
+        radii = x.new_tensor(self._radii)
+        a = Proved()
+        with torch.no_grad():
+            constants = Constants(OverBall(a, layer, x, a.lift(radii)), layer, x, radii)
+            bounds = {each.name: _upper(each.bound(constants)) for each in INGREDIENTS}
+        r = radii.reshape(-1, *(1 for _ in x.shape))
+        generator = torch.Generator().manual_seed(self._seed)
+        t = float(torch.rand((), generator=generator))
+        ways = directions(layer, x, self._seed).unsqueeze(1)
+        ways = ways.expand(ways.shape[0], len(radii), *x.shape)
+        order = torch.randperm(len(ways), generator=generator)
+        pool = [(r * ways, ways[order])]
+        for index in torch.randperm(len(INGREDIENTS), generator=generator)[:_CLIMBED].tolist():
+            pool.append(climb(self._ratio(INGREDIENTS[index], bounds, t), r, *(part[::2] for part in pool[0])))
+        for moves, g in pool:
+            z = inside(x, x + moves, r)
+            unit = Ball.exact(g * (1 - 1e-12))
+            with torch.no_grad():
+                situation = Situation(layer, Ball.exact(x), Ball.exact(z), unit, t)
+                for each in INGREDIENTS:
+                    self._compare(each.name, bounds[each.name], each.truth(situation).lower)
+
+    def _ratio(self, ingredient: Ingredient, bounds: dict[str, Tensor], t: float) -> Callable[[Tensor, Tensor], Tensor]:
+        """What is climbed for: the largest ratio of the truth to the bound, (m, r, b…)."""
+        bound = bounds[ingredient.name]
+
+        def ratio(moves: Tensor, g: Tensor) -> Tensor:
+            truth: Tensor = ingredient.truth(Situation(self._layer, self._x, self._x + moves, g, t))
+            share = truth / torch.where(bound > 0, bound, torch.inf)
+            return share.flatten(g.ndim - 2).amax(-1) if share.ndim > g.ndim - 2 else share
+
+        return ratio
 
 
 def _upper(value: Ball | Tensor) -> Tensor:

@@ -15,7 +15,7 @@ T = TypeVar("T")
 _MAPS = ("w_q", "w_k", "w_v", "w_o")
 
 
-class _Dice:
+class Dice:
     """Seeded choices."""
 
     def __init__(self, seed: int) -> None:
@@ -30,7 +30,7 @@ class _Dice:
 
 def draw(seed: int) -> Case:
     """A layer with two inputs; the same for the same seed. Every third one is rounded to float32."""
-    dice = _Dice(seed)
+    dice = Dice(seed)
     d, g = dice.pick(1, 2, 3, 5, 7), dice.pick(1, 1, 2)
     residual = dice.pick(0.0, 0.0, 1.0, 1.0, -0.5)
     sharpness = dice.pick(0.0, 1e-3, 0.1, 0.3, 1.0, 1.0, 1.0, 3.0, 10.0, 100.0, 1e4)
@@ -59,53 +59,53 @@ def draw(seed: int) -> Case:
     return dice.pick(case, case, case.float())
 
 
-def _as_it_is(case: Case, dice: _Dice) -> Case:
+def _as_it_is(case: Case, dice: Dice) -> Case:
     return case
 
 
-def _sink(case: Case, dice: _Dice) -> Case:
+def _sink(case: Case, dice: Dice) -> Case:
     """Every query attends mostly to the first token: its bias points along that token's key."""
     layer, x = case.layer, case.x
     keys = (x[0, 0] @ layer.w_k).repeat_interleave(layer.h // layer.g, 0)
     return Case(case.name, changed(layer, b_q=4 * keys), torch.cat([x[:1, :1].expand(len(x), 1, -1), x[:, 1:]], 1))
 
 
-def _equal_tokens(case: Case, dice: _Dice) -> Case:
+def _equal_tokens(case: Case, dice: Dice) -> Case:
     return Case(case.name, case.layer, case.x[:, :1].expand_as(case.x).contiguous())
 
 
-def _two_equal_tokens(case: Case, dice: _Dice) -> Case:
+def _two_equal_tokens(case: Case, dice: Dice) -> Case:
     return Case(case.name, case.layer, torch.cat([case.x[:, -1:], case.x[:, 1:]], 1))
 
 
-def _far_from_zero(case: Case, dice: _Dice) -> Case:
+def _far_from_zero(case: Case, dice: Dice) -> Case:
     """The tokens differ little beside what they share."""
     return Case(case.name, case.layer, case.x + 100 * case.x.abs().max() * dice.normal(case.x.shape[-1]))
 
 
-def _one_large_token(case: Case, dice: _Dice) -> Case:
+def _one_large_token(case: Case, dice: Dice) -> Case:
     return Case(case.name, case.layer, torch.cat([100 * case.x[:, :1], case.x[:, 1:]], 1))
 
 
-def _zero_weights(case: Case, dice: _Dice) -> Case:
+def _zero_weights(case: Case, dice: Dice) -> Case:
     names = dice.pick(_MAPS, *((name,) for name in _MAPS))
     zeros = {name: torch.zeros_like(getattr(case.layer, name)) for name in names}
     return Case(case.name, changed(case.layer, **zeros), case.x)
 
 
-def _rank_one_weights(case: Case, dice: _Dice) -> Case:
+def _rank_one_weights(case: Case, dice: Dice) -> Case:
     maps = {name: getattr(case.layer, name) for name in _MAPS}
     return Case(case.name, changed(case.layer, **{n: w[..., :1] @ w[..., :1, :] for n, w in maps.items()}), case.x)
 
 
-def _unequal_heads(case: Case, dice: _Dice) -> Case:
+def _unequal_heads(case: Case, dice: Dice) -> Case:
     """Heads of very different sharpness and weight."""
     layer = case.layer
     sharper, heavier = (torch.exp(2 * dice.normal(layer.h, 1, 1)) for _ in range(2))
     return Case(case.name, changed(layer, w_q=layer.w_q * sharper, w_o=layer.w_o * heavier), case.x)
 
 
-def _scores_from_biases(case: Case, dice: _Dice) -> Case:
+def _scores_from_biases(case: Case, dice: Dice) -> Case:
     """The scores are linear in the tokens, and the heads disagree: some are flat, some peaked."""
     layer = case.layer
     b_q = dice.normal(layer.h, layer.k) * torch.exp(3 * dice.normal(layer.h, 1))
@@ -113,21 +113,21 @@ def _scores_from_biases(case: Case, dice: _Dice) -> Case:
     return Case(case.name, changed(layer, w_q=0 * layer.w_q, b_q=b_q, w_o=layer.w_o * heavier), case.x)
 
 
-def _score_bias(case: Case, dice: _Dice) -> Case:
+def _score_bias(case: Case, dice: Dice) -> Case:
     """A constant is added to every score."""
     n = case.x.shape[-2]
     return Case(case.name, changed(case.layer, score_bias=2 * dice.normal(case.layer.h, n, n)), case.x)
 
 
-def _tiny_values(case: Case, dice: _Dice) -> Case:
+def _tiny_values(case: Case, dice: Dice) -> Case:
     return Case(case.name, changed(case.layer, w_v=case.layer.w_v * 1e-9), case.x)
 
 
-def _huge_values(case: Case, dice: _Dice) -> Case:
+def _huge_values(case: Case, dice: Dice) -> Case:
     return Case(case.name, changed(case.layer, w_o=case.layer.w_o * 1e9), case.x)
 
 
-_CHANGES: tuple[Callable[[Case, _Dice], Case], ...] = (
+_CHANGES: tuple[Callable[[Case, Dice], Case], ...] = (
     _sink,
     _equal_tokens,
     _two_equal_tokens,

@@ -17,7 +17,7 @@ from torch import Tensor
 from holdfast.attention import AttentionLayer
 from holdfast.attention.layer import Weights, project
 from holdfast.bounds.over_ball import OverBall, root
-from holdfast.bounds.second_order import Curvature, _direct_gain, curvature, integrate
+from holdfast.bounds.second_order import Curvature, curvature, direct_gain, integrate
 from holdfast.linalg import Array, Ball
 from holdfast.linalg.rounding import frobenius, lift
 
@@ -207,7 +207,7 @@ INGREDIENTS: tuple[Ingredient, ...] = (
     ),
     Ingredient("score_movement", lambda c: c.ball.score_movement(Ball.exact(c.ball.q)), _score_movement),
     Ingredient("joint_A", lambda c: c.ball.joint_A, _bilinear),
-    Ingredient("direct_gain", lambda c: _direct_gain(c.ball, c.layer, c.x), lambda s: frobenius(s.first(s.g))),
+    Ingredient("direct_gain", lambda c: direct_gain(c.ball, c.layer, c.x), lambda s: frobenius(s.first(s.g))),
     Ingredient("curvature, every", lambda c: c.curvature.every, lambda s: frobenius(s.second(s.g, s.g))),
     Ingredient("curvature, common", lambda c: c.curvature.common, lambda s: _alike(s, s.common) / frobenius(s.common)),
     Ingredient("curvature, mixed", lambda c: c.curvature.mixed, lambda s: _alike(s, s.g)),

@@ -7,13 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from holdfast.attention import AttentionLayer
 from holdfast.movement import distance
 
 _STEPS = 8
 
 
-def directions(layer: AttentionLayer, x: Tensor, seed: int) -> Tensor:
+def directions(layer: Callable[[Tensor], Tensor], x: Tensor, seed: int) -> Tensor:
     """(m, b…, n, d) unit directions: any, one token alone, all tokens alike, and where the output moves fastest."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(6, *x.shape, generator=generator, dtype=torch.float64).to(x)
@@ -24,7 +23,7 @@ def directions(layer: AttentionLayer, x: Tensor, seed: int) -> Tensor:
     return unit(torch.cat([normal[:2], one * normal[2:4], alike, _steepest(layer, x)]))
 
 
-def _steepest(layer: AttentionLayer, x: Tensor) -> Tensor:
+def _steepest(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """(2, b…, n, d) the top singular vector of the Jacobian, and the top one of those alike for all tokens."""
     n, d = x.shape[-2:]
     basis = torch.eye(n * d, dtype=x.dtype, device=x.device).reshape(n * d, *(1 for _ in x.shape[:-2]), n, d)

@@ -1,0 +1,140 @@
+"""Pieces of networks drawn at random, of every kind: ordinary ones, and flat, spiky, tiny and large ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from holdfast.network import (
+    AddPositions,
+    Affine,
+    ClassToken,
+    Flatten,
+    HardProject,
+    KinkedMlp,
+    LayerNorm,
+    MaxMin,
+    MeanPool,
+    Mlp,
+    Normalise,
+    PatchEmbedding,
+    Piece,
+    Place,
+    RMSNorm,
+    SmoothProject,
+    sll,
+    sll_diagonal,
+)
+from holdfast.network.activations import Softplus, activations
+from holdfast.testing.draw import Dice
+from holdfast.testing.pieces import PieceCase
+
+_SMOOTH = ("gelu", "gelu-tanh", "silu", "tanh", "softplus", "centred-softplus")
+
+
+def _gamma(dice: Dice, d: int) -> Tensor:
+    """Factors of a norm: equal, of one size, or very different from each other."""
+    return dice.pick(torch.ones(d).double(), dice.normal(d), torch.exp(2 * dice.normal(d)))
+
+
+def _eps(dice: Dice) -> float:
+    return dice.pick(1e-12, 1e-6, 1e-5, 0.1, 3.0)
+
+
+def _weights(dice: Dice, size: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d, units = dice.pick(1, 2, 3, 4), dice.pick(1, 3, 6)
+    w1, w2 = dice.normal(d, units), dice.normal(units, d)
+    if dice.pick(False, False, True):  # units of very different weight, some of them dead
+        w1, w2 = w1 * torch.exp(2 * dice.normal(units)), w2 * dice.normal(units, 1).clamp(min=0)
+    return w1 * size, dice.normal(units) * dice.pick(0.0, 1.0, 5.0), w2 * dice.pick(0.1, 1.0, 10.0), dice.normal(d)
+
+
+def _mlp(dice: Dice, size: float) -> tuple[Piece, int]:
+    w1, b1, w2, b2 = _weights(dice, size)
+    phi = dice.pick(*(activations[name] for name in _SMOOTH), Softplus(0.2), Softplus(10.0, centred=True))
+    if dice.pick(False, False, True):
+        return _sll(dice, w1, b1, dice.pick("tanh", "softplus", "centred-softplus")), len(w1)
+    return Mlp(w1, b1, phi, w2, b2, residual=dice.pick(0.0, 1.0, -0.5)), len(w1)
+
+
+def _kinked_mlp(dice: Dice, size: float) -> tuple[Piece, int]:
+    w1, b1, w2, b2 = _weights(dice, size)
+    if dice.pick(False, False, True):
+        return _sll(dice, w1, b1, "relu"), len(w1)
+    return KinkedMlp(w1, b1, dice.pick("relu", "abs"), w2, b2, residual=dice.pick(0.0, 1.0)), len(w1)
+
+
+def _sll(dice: Dice, w: Tensor, b: Tensor, phi: str) -> Piece:
+    diagonal = sll_diagonal(w, torch.exp(dice.normal(w.shape[-1]))) * dice.pick(1.0, 1.0, 0.7)
+    return sll(w, b, diagonal, activations[phi])
+
+
+def _patches(dice: Dice, size: float) -> tuple[Piece, Tensor]:
+    channels, p, q = dice.pick(1, 2), dice.pick(1, 2), dice.pick(1, 2)
+    height, width = dice.pick(2, 3, 4), dice.pick(2, 4)
+    stride, padding = dice.pick(None, (1, 1), (2, 1)), dice.pick((0, 0), (0, 0), (1, 0))
+    w, front = size * dice.normal(3, channels, p, q), dice.pick(None, dice.normal(1, 3))
+    piece = PatchEmbedding(w, dice.pick(None, dice.normal(3)), (height, width), stride, padding, front)
+    return piece, dice.normal(2, channels, height * width)
+
+
+def _on_tokens(make: Callable[[Dice, float, int, int], Piece]) -> Callable[[Dice, float], tuple[Piece, Tensor]]:
+    """A piece that takes any tokens: made for n of width d."""
+
+    def build(dice: Dice, size: float) -> tuple[Piece, Tensor]:
+        n, d = dice.pick(1, 2, 3), dice.pick(2, 4, 6)
+        return make(dice, size, n, d), dice.normal(2, n, d)
+
+    return build
+
+
+def _of_width(make: Callable[[Dice, float], tuple[Piece, int]]) -> Callable[[Dice, float], tuple[Piece, Tensor]]:
+    """A piece that says which width it takes."""
+
+    def build(dice: Dice, size: float) -> tuple[Piece, Tensor]:
+        piece, d = make(dice, size)
+        return piece, dice.normal(2, dice.pick(1, 2, 3), d)
+
+    return build
+
+
+#: How a piece of each kind is drawn, with inputs (2, n, d); the number is the size of its weights.
+KINDS: Mapping[type[Piece], Callable[[Dice, float], tuple[Piece, Tensor]]] = MappingProxyType(
+    {
+        AddPositions: _on_tokens(lambda dice, size, n, d: AddPositions(size * dice.normal(n, d))),
+        Affine: _on_tokens(lambda dice, size, n, d: Affine(size * dice.normal(d, 3), dice.pick(None, dice.normal(3)))),
+        ClassToken: _on_tokens(lambda dice, size, n, d: ClassToken(n - 1)),
+        Flatten: _on_tokens(lambda dice, size, n, d: Flatten()),
+        HardProject: _on_tokens(lambda dice, size, n, d: HardProject(size)),
+        KinkedMlp: _of_width(_kinked_mlp),
+        LayerNorm: _on_tokens(lambda dice, size, n, d: LayerNorm(size * _gamma(dice, d), dice.normal(d), _eps(dice))),
+        MaxMin: _on_tokens(lambda dice, size, n, d: MaxMin()),
+        MeanPool: _on_tokens(lambda dice, size, n, d: MeanPool(n, dice.pick(0, n - 1))),
+        Mlp: _of_width(_mlp),
+        Normalise: _on_tokens(
+            lambda dice, size, n, d: Normalise(dice.normal(n).tolist(), (size * torch.exp(dice.normal(n))).tolist())
+        ),
+        PatchEmbedding: _patches,
+        Place: _on_tokens(lambda dice, size, n, d: Place(size * dice.normal(n + 2, d), range(1, n + 1))),
+        RMSNorm: _on_tokens(lambda dice, size, n, d: RMSNorm(size * _gamma(dice, d), _eps(dice))),
+        SmoothProject: _on_tokens(lambda dice, size, n, d: SmoothProject(size)),
+    }
+)
+
+
+def draw_piece(kind: type[Piece], seed: int, *, extreme: bool = True) -> PieceCase:
+    """A piece of one kind with two inputs; the same for the same seed."""
+    dice = Dice(seed)
+    size = dice.pick(1e-4, 0.1, 1.0, 1.0, 3.0, 100.0) if extreme else dice.pick(0.3, 1.0, 3.0)
+    piece, u = KINDS[kind](dice, size)
+    scale = dice.pick(0.0, 1e-6, 0.1, 1.0, 1.0, 10.0, 1e3) if extreme else dice.pick(0.3, 1.0, 3.0)
+    shape = dice.pick("", "flat", "spiky") if extreme else ""
+    if shape == "flat":  # nearly the same in every channel
+        u = u[..., :1] + 1e-3 * u
+    if shape == "spiky":  # one channel far above the others
+        u = torch.cat([30 * u[..., :1], u[..., 1:]], -1)
+    words = [kind.__name__, f"weights {size:g}", f"input {scale:g}", shape]
+    return PieceCase(", ".join(word for word in words if word), piece, scale * u)
