@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,10 +26,22 @@ def read_tensors(path: Pathlike) -> dict[str, Tensor]:
     return tensors
 
 
-def write_tensors(path: Pathlike, tensors: Mapping[str, Tensor]) -> None:
-    """Writes named tensors as safetensors."""
+def read_metadata(path: Pathlike) -> dict[str, str]:
+    """The texts that a safetensors file carries beside its tensors."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except FileNotFoundError:
+        raise InputError(f"no file {os.fspath(path)!r}; expected a safetensors file") from None
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{os.fspath(path)!r} cannot be read as safetensors: {error}") from None
+
+
+def write_tensors(path: Pathlike, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Writes named tensors as safetensors, with texts beside them."""
     partial = _partial(path)
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, partial)
+    stored = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    save_file(stored, partial, None if metadata is None else dict(metadata))
     partial.replace(path)
 
 

@@ -1,5 +1,20 @@
-"""Small trained models that come with the package, so that every command has something real to analyse."""
+"""Small trained models that come with the package, and transformers that are built from a config to be certified."""
 
+from holdfast.models.config import ModelConfig, config, named_configs, read_config
 from holdfast.models.digits import Digits, DigitsViT, demo_digits, load_digits_vit
+from holdfast.models.files import load, save
+from holdfast.models.transformer import Transformer
 
-__all__ = ["Digits", "DigitsViT", "demo_digits", "load_digits_vit"]
+__all__ = [
+    "Digits",
+    "DigitsViT",
+    "ModelConfig",
+    "Transformer",
+    "config",
+    "demo_digits",
+    "load",
+    "load_digits_vit",
+    "named_configs",
+    "read_config",
+    "save",
+]

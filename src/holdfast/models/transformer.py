@@ -1,0 +1,160 @@
+"""Certifiable transformers with unmodified softmax attention, built from a config."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import final
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from holdfast.errors import InputError
+from holdfast.models.config import ModelConfig
+from holdfast.network.network import Head, Network
+from holdfast.nn import (
+    Chain,
+    Entrywise,
+    Flattened,
+    Layer,
+    LayerProject,
+    Linear,
+    MaxMin,
+    MeanPool,
+    MergedTokens,
+    Patches,
+    PositionCodes,
+    SelfAttention,
+    Shifts,
+    Sll,
+    UnitRowHead,
+    shift_scores,
+)
+
+
+@final
+class Transformer(nn.Module):
+    """A classifier of images or of word ids: embedding, blocks, pooling, linear head.
+
+    Images become tokens by a 1-Lipschitz map; words become their embeddings, and that is where they are perturbed.
+
+    Args:
+        config: what it is made of.
+
+    Example:
+        >>> model = Transformer(config("digits-smooth"))
+        >>> network = model.to_network()
+        >>> network(model.encode(images))  # the logits, in float64
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.words: nn.Embedding | None = None
+        if config.input == "words":
+            self.words = nn.Embedding(config.vocabulary, config.width)
+            nn.init.normal_(self.words.weight, std=1 / math.sqrt(config.width))
+            if config.word_norm:
+                parametrize.register_parametrization(self.words, "weight", LayerProject(config.word_norm))
+        self.body = Chain(*_embedding(config), *(layer for _ in range(config.depth) for layer in _block(config)))
+        self.pool = Chain(*_pool(config))
+        features = config.neck or (config.width * math.prod(config.grid) if config.pool == "flatten" else config.width)
+        self.head: nn.Linear = (
+            UnitRowHead(features, config.classes)
+            if config.head == "unit-rows"
+            else Linear(features, config.classes, kind=config.head)
+        )
+
+    def forward(self, inputs: Tensor) -> Float[Tensor, "b classes"]:
+        """Logits of images (b, channels, side, side) or of word ids (b, tokens)."""
+        tokens = inputs if self.words is None else self.words(inputs)
+        logits: Tensor = self.head(self.pool(self.body(tokens))).squeeze(1)
+        return logits
+
+    @property
+    def attentions(self) -> tuple[SelfAttention, ...]:
+        """The attention of every block, in order."""
+        return tuple(module for module in self.body.modules() if isinstance(module, SelfAttention))
+
+    def encode(self, inputs: Tensor) -> Float64[Tensor, "b n d"]:
+        """What enters `to_network()`: pixels (b, channels, side²), or the words' embeddings."""
+        if self.words is None:
+            return inputs.double().reshape(len(inputs), self.config.channels, -1)
+        embeddings: Tensor = copy.deepcopy(self.words).double()(inputs)
+        return embeddings.detach()
+
+    @torch.no_grad()
+    def to_network(self, name: str = "transformer") -> Network:
+        """The same function for certificates: weights and constraints are evaluated in float64."""
+        double = copy.deepcopy(self).double()
+        head = Head(double.head.weight.detach(), double.head.bias.detach())
+        return Network((*double.body.pieces(), *double.pool.pieces()), head, name)
+
+
+def _embedding(c: ModelConfig) -> list[Layer]:
+    if c.input == "words":
+        layers: list[Layer] = []
+    elif not c.stem_layers:
+        patches = Patches(c.channels, c.side, c.patch)
+        layers = [patches, Linear(patches.width, c.width, kind=c.maps)]
+    else:
+        layers = _stem(c)
+    return [*layers, PositionCodes(math.prod(c.grid), c.width)] if c.positions == "added" else layers
+
+
+def _stem(c: ModelConfig) -> list[Layer]:
+    """Patches of 2 × 2 pixels, orthogonal convolutions, and squares of their tokens merged."""
+    if c.patch % 2:
+        raise InputError(f"patch is {c.patch}; a stem of convolutions needs an even one")
+    first = Patches(c.channels, c.side, 2)
+    grid = (c.side // 2, c.side // 2)
+    layers: list[Layer] = [first, Linear(first.width, c.stem_width, kind=c.maps)]
+    for _ in range(c.stem_layers):
+        layers += [Shifts(grid, c.stem_width), Linear(c.stem_width, c.stem_width, kind=c.maps)]
+        layers.append(_activation(c, c.stem_width))
+    merged = MergedTokens(grid, c.stem_width, c.patch // 2)
+    return [*layers, merged, Linear(merged.width * merged.factor**2, c.width, kind=c.maps)]
+
+
+def _block(c: ModelConfig) -> list[Layer]:
+    scores = shift_scores(c.grid, c.heads, c.sharpness) if c.positions == "scores" else None
+    attention = SelfAttention(
+        c.width,
+        c.heads,
+        norm=c.attention_norm,
+        kind=c.maps,
+        score_norm=c.score_norm or None,
+        position_scores=scores,
+        residual=float(c.residual),
+    )
+    hidden = c.expansion * c.width
+    feed_forward: list[Layer]
+    if c.feed_forward == "sll":
+        activation = _activation(c, hidden)
+        if not isinstance(activation, Entrywise):
+            raise InputError("activation is 'maxmin'; an SLL layer needs relu, softplus or tanh")
+        feed_forward = [Sll(c.width, activation)]
+    else:
+        up, down = Linear(c.width, hidden, kind=c.maps), Linear(hidden, c.width, kind=c.maps)
+        feed_forward = [up, _activation(c, hidden), down]
+    if c.projection == "none":
+        return [attention, *feed_forward]
+    smooth = c.projection == "smooth"
+    second = LayerProject(c.feed_forward_radius or math.sqrt(c.width), smooth=smooth)
+    return [LayerProject(c.attention_radius, smooth=smooth), attention, second, *feed_forward]
+
+
+def _activation(c: ModelConfig, width: int) -> Layer:
+    if c.activation == "maxmin":
+        return MaxMin()
+    kind = c.activation.removeprefix("half-")
+    return Entrywise(width, kind, on_half=kind != c.activation, sharpness=c.activation_sharpness)  # type: ignore[arg-type]
+
+
+def _pool(c: ModelConfig) -> list[Layer]:
+    tokens = math.prod(c.grid)
+    pool: Layer = MeanPool(tokens) if c.pool == "mean" else Flattened(tokens, c.width)
+    width = c.width if c.pool == "mean" else tokens * c.width
+    return [pool, Linear(width, c.neck, kind=c.maps)] if c.neck else [pool]
