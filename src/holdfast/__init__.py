@@ -6,6 +6,7 @@ from holdfast.attention import AttentionLayer, Rotary
 from holdfast.attention.diagnostics import AttentionReport, attention_report
 from holdfast.attention.softmax import g_k, softmax_jacobian_norm
 from holdfast.bounds import Bound, list_bounds, register_bound, register_lipschitz_bound
+from holdfast.certification import certify
 from holdfast.errors import (
     HoldfastError,
     InputError,
@@ -15,7 +16,15 @@ from holdfast.errors import (
     UnknownNameError,
     UnsupportedAttentionError,
 )
-from holdfast.results import AttackResult, BoundResult, LipschitzResult, LipschitzWitness, NormResult
+from holdfast.results import (
+    AttackResult,
+    BoundResult,
+    Certificate,
+    CertificationRun,
+    LipschitzResult,
+    LipschitzWitness,
+    NormResult,
+)
 from holdfast.tracing import TracedLayer, iter_trace, trace
 from holdfast.train import JaSMin, jasmin
 
@@ -28,6 +37,8 @@ __all__ = [
     "AttentionReport",
     "Bound",
     "BoundResult",
+    "Certificate",
+    "CertificationRun",
     "HoldfastError",
     "InputError",
     "JaSMin",
@@ -45,6 +56,7 @@ __all__ = [
     "attack",
     "attention_report",
     "bound",
+    "certify",
     "g_k",
     "iter_trace",
     "jasmin",

@@ -32,6 +32,10 @@ class UnsupportedAttentionError(HoldfastError):
     """Some attention of a model is not what an `AttentionLayer` can stand for; the message names the module and why."""
 
 
+class ConversionError(HoldfastError):
+    """A model cannot be turned into a network, or the network does not compute what the model does."""
+
+
 class MemoryLimitError(HoldfastError):
     """A computation would need more memory than it may use; nothing has been allocated."""
 

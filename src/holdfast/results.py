@@ -6,11 +6,20 @@ rounded outward) or "numerical" (the formula is a theorem, but a number in it ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from torch import Tensor
+
+from holdfast.errors import InputError, SoundnessError
+from holdfast.radii import check_radii
+from holdfast.storage import Pathlike, write_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.table import Table
 
 Side = Literal["upper", "lower", "estimate"]
 Guarantee = Literal["proved", "numerical"]
@@ -166,3 +175,177 @@ class LipschitzWitness:
     def to_dict(self) -> dict[str, Any]:
         """Everything but the witness and its direction, ready for JSON."""
         return {name: _plain(value) for name, value in vars(self).items() if name not in ("witness", "direction")}
+
+
+UNDECIDED = -1  # the prediction where rounding errors hide which logit is the largest
+
+
+@dataclass(frozen=True, kw_only=True)
+class RadiusRecord:
+    """One input of a classifier, and how far it can move before the answer changes: what both kinds share.
+
+    Attributes:
+        index: its place in the data set.
+        label: its true class.
+        prediction: the class that the model answers in exact arithmetic, or UNDECIDED.
+        margin: a lower bound of the smallest difference between the logit of the prediction and another one.
+        radius: no perturbation of l2 norm up to it changes the prediction; 0 where nothing could be shown.
+        method: which composition gave the radius.
+        attack_radius: the norm, rounded up, of a perturbation that changes it; infinite where a search found none, None
+            where there was no search.
+        seconds: wall time.
+        perturbation: (n, d) float32: that perturbation.
+        side: of the bounds that the radius rests on.
+    """
+
+    index: int
+    label: int
+    prediction: int
+    margin: float
+    radius: float
+    method: str
+    guarantee: Guarantee
+    attack_radius: float | None = None
+    seconds: float = 0.0
+    perturbation: Tensor | None = field(default=None, repr=False, compare=False)
+    side: Side = "upper"
+
+    def __post_init__(self) -> None:
+        where = f"input {self.index}"
+        if not math.isfinite(self.radius) or self.radius < 0:
+            raise InputError(f"{where}: the radius is {self.radius!r}; expected a finite number that is not negative")
+        if not math.isfinite(self.margin):
+            raise InputError(f"{where}: the margin is {self.margin!r}; expected a finite number")
+        if self.side != "upper":
+            raise InputError(f"{where}: the bounds are of side {self.side!r}; a radius rests on upper bounds alone")
+        if self.radius > 0 and (self.prediction == UNDECIDED or self.margin <= 0):
+            raise SoundnessError(
+                f"{where}: the radius is {self.radius!r} with prediction {self.prediction} and margin {self.margin!r}; "
+                "a positive radius needs a decided prediction and a positive margin"
+            )
+        if self.attack_radius is not None and not self.attack_radius >= 0:
+            raise InputError(f"{where}: the attack radius is {self.attack_radius!r}; expected a number from 0 on")
+        # The ball is closed and the witness lies outside of it, so equality contradicts as well.
+        found = math.inf if self.attack_radius is None else self.attack_radius
+        if self.radius > found or (self.radius == found and self.prediction != UNDECIDED):
+            raise SoundnessError(
+                f"{where}: the radius {self.radius!r} is not below the distance {found!r} of a perturbation that "
+                "changes the answer; one of the two is wrong: please report the model and the input"
+            )
+
+    @property
+    def correct(self) -> bool:
+        """Whether the prediction is the label."""
+        return self.prediction == self.label
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the perturbation, ready for JSON, which has no infinity."""
+        fields = {name: value for name, value in vars(self).items() if name not in ("perturbation", "side")}
+        return fields | {"attack_radius": "inf" if self.attack_radius == math.inf else self.attack_radius}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Certificate(RadiusRecord):
+    """A proved radius, with the fields of `RadiusRecord`: float64, rounded down. Built from an estimate, it raises."""
+
+    def __post_init__(self) -> None:
+        if self.guarantee != "proved":
+            raise InputError(
+                f"input {self.index}: the guarantee is {self.guarantee!r}; a certificate needs proved bounds: "
+                "use guarantee='proved', or a RadiusEstimate"
+            )
+        super().__post_init__()
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RadiusEstimate(RadiusRecord):
+    """A radius from a theorem with norms from an iteration, with the fields of `RadiusRecord`: no certificate."""
+
+    def __post_init__(self) -> None:
+        if self.guarantee != "numerical":
+            raise InputError(
+                f"input {self.index}: the guarantee is {self.guarantee!r}; an estimate is 'numerical': "
+                "build a Certificate from proved bounds"
+            )
+        super().__post_init__()
+
+
+@final
+@dataclass(frozen=True)
+class CertificationRun:
+    """A classifier on a data set: what was proved of every input, and what an attack found.
+
+    Attributes:
+        model: what to call the model.
+        data: what to call the data set.
+        radii: at which accuracies are shown.
+        records: one for each input that is done, by index.
+        missing: indices of the inputs that are not done.
+        settings: everything that the records depend on, in words; the fingerprint is made of it.
+        fingerprint: the same for runs whose records may stand in one file.
+        command: the command line that made it, where there was one.
+    """
+
+    model: str
+    data: str
+    radii: tuple[float, ...]
+    records: tuple[Certificate | RadiusEstimate, ...]
+    missing: tuple[int, ...]
+    settings: Mapping[str, str]
+    fingerprint: str
+    command: str | None = None
+
+    @property
+    def attacked_too(self) -> bool:
+        """Whether every record has an attack."""
+        return bool(self.records) and all(record.attack_radius is not None for record in self.records)
+
+    def clean(self) -> float:
+        """The share of the inputs that are done whose prediction is the label."""
+        return self._share([record.correct for record in self.records])
+
+    def accuracy(self, radius: float) -> float:
+        """The share that is right and stays so under every perturbation up to `radius`, shown by the bounds."""
+        (radius,) = check_radii(radius, "radius")
+        return self._share([record.correct and record.radius >= radius for record in self.records])
+
+    def attacked(self, radius: float) -> float:
+        """The share that is right and for which the attack found no perturbation up to `radius`: no more is true."""
+        (radius,) = check_radii(radius, "radius")
+        if not self.attacked_too:
+            raise InputError("the run has no attack; certify with attack=True (--attack)")
+        found = [record.correct and (record.attack_radius or 0.0) > radius for record in self.records]
+        return self._share(found)
+
+    def _share(self, hits: Sequence[bool]) -> float:
+        if not hits:
+            raise InputError("no input is done; run certify again to go on")
+        return sum(hits) / len(hits)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the perturbations, ready for JSON."""
+        fields = {name: value for name, value in vars(self).items() if name != "records"}
+        return fields | {
+            "accuracy": [self.accuracy(radius) for radius in self.radii] if self.records else [],
+            "records": [record.to_dict() for record in self.records],
+        }
+
+    def table(self) -> Table:
+        """Accuracies at the radii, for the terminal."""
+        from holdfast.report.certificate import run_table
+
+        return run_table(self)
+
+    def plot(self, *beside: CertificationRun) -> Figure:
+        """Certified accuracy over the radius below the attack's, with other runs in the same figure."""
+        from holdfast.report.certificate import plot_runs
+
+        return plot_runs([self, *beside])
+
+    def to_html(self, path: Pathlike, *beside: CertificationRun) -> None:
+        """Writes the page, with other runs beside this one: one file that needs nothing else."""
+        from holdfast.report.certificate import render
+
+        write_text(path, render([self, *beside]))

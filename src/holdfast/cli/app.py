@@ -9,7 +9,7 @@ import torch
 import typer
 
 import holdfast
-from holdfast.cli import analyze, campaign, demo, doctor, layers, lipschitz, repro
+from holdfast.cli import analyze, campaign, certify, demo, doctor, layers, lipschitz, repro
 from holdfast.errors import HoldfastError
 
 app = typer.Typer(
@@ -25,6 +25,9 @@ app.command("bound")(layers.bound)
 app.command("attack")(layers.attack)
 app.command("lipschitz")(lipschitz.lipschitz)
 app.command("attention")(lipschitz.attention)
+app.command("certify")(certify.certify)
+app.command("merge")(certify.merge)
+app.command("verify")(certify.verify)
 app.command("demo")(demo.demo)
 app.command("campaign")(campaign.campaign)
 app.command("doctor")(doctor.doctor)

@@ -13,6 +13,7 @@ from holdfast.cli import smoothness
 from holdfast.cli.inputs import Json, read_eps
 from holdfast.cli.work import Job, carry_out, emit_json
 from holdfast.repro import jasmin as jasmin_module
+from holdfast.repro import networks as networks_module
 from holdfast.repro import tightness as module
 from holdfast.results import Guarantee
 
@@ -90,4 +91,34 @@ def jasmin(
         jasmin_module.plot(found, stem)
     if not as_json:
         Console().print(*jasmin_module.tables(found), f"Written: {stem}.json, .png, .svg", sep="\n")
+    done.exit(len(jobs))
+
+
+@app.command("networks")
+def networks(
+    layers: Annotated[str, typer.Option(help="Depths, separated by commas.")] = "2,4",
+    weights: Annotated[str, typer.Option(help="Spectral norms of the weights, separated by commas.")] = "0.5,1,1.5,2",
+    seeds: Annotated[int, typer.Option(min=1, help="How many random networks for each.")] = 3,
+    inputs: Annotated[int, typer.Option(min=1, help="How many inputs for each network.")] = 4,
+    guarantee: Annotated[Literal["proved", "numerical"], typer.Option(help="Of the radii.")] = "proved",
+    out: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("results"),
+    as_json: Json = False,
+) -> None:
+    """Certified radius against attack radius on small random networks, for every composition."""
+    depths, norms = [int(depth) for depth in read_eps(layers)], read_eps(weights)
+
+    def job(setting: networks_module.Setting, kind: Guarantee) -> Job[networks_module.Measurement]:
+        return Job(setting.title, lambda: networks_module.measure(setting, inputs, kind))
+
+    jobs = [
+        job(networks_module.Setting(depth, norm, seed), guarantee)
+        for depth in depths
+        for norm in norms
+        for seed in range(seeds)
+    ]
+    done = carry_out(jobs)
+    path = out / f"networks-{guarantee}.json"
+    emit_json("repro networks", {"networks": [one.to_dict() for one in done.results]}, stdout=as_json, out=path)
+    if not as_json and done.results:
+        Console().print(networks_module.table(done.results), f"Written: {path}", sep="\n")
     done.exit(len(jobs))

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from functools import cache
 from typing import Any
-
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
-from markupsafe import Markup
 
 from holdfast.analysis.result import AnalysedInput, AnalysedLayer, Analysis, Rows
 from holdfast.bounds import bounds
+from holdfast.report.html import script_data, template
 
 #: Marks in front of a token that say "a space comes before": byte-level, SentencePiece, and decoded text.
 _SPACE = ("Ġ", "▁", " ")
@@ -28,9 +24,9 @@ _QUANTITIES = (
 
 def render(analysis: Analysis) -> str:
     """The page as text."""
-    return _template().render(
+    return template("page").render(
         analysis=analysis,
-        data=_script_data(_payload(analysis)),
+        data=script_data(_payload(analysis)),
         quantities=_QUANTITIES,
         bound_cost=bounds[analysis.method].cost if analysis.method in bounds else "",
         has_bounds=any(layer.bound for layer in analysis.layers),
@@ -38,18 +34,6 @@ def render(analysis: Analysis) -> str:
         bound_notes=list(dict.fromkeys(layer.bound_note for layer in analysis.layers)),
         rebuild_error=max(layer.rebuild_error for layer in analysis.layers),
     )
-
-
-@cache
-def _template() -> Template:
-    loader = PackageLoader("holdfast.report")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-
-    def source(name: str) -> Markup:
-        return Markup(loader.get_source(environment, name)[0])
-
-    environment.globals |= {"style": source("page.css"), "script": source("page.js")}
-    return environment.get_template("page.html")
 
 
 def _payload(analysis: Analysis) -> dict[str, Any]:
@@ -86,11 +70,3 @@ def _layer(layer: AnalysedLayer) -> dict[str, Any]:
 
 def _rounded(rows: Rows) -> list[list[float]]:
     return [[float(f"{value:.4g}") for value in row] for row in rows]
-
-
-def _script_data(payload: dict[str, Any]) -> Markup:
-    """JSON that may stand in a script element: no token can end it, whatever it says."""
-    text = json.dumps(payload, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)

@@ -19,6 +19,8 @@ from jaxtyping import UInt8
 from torch import Tensor, nn
 
 from holdfast.errors import HoldfastError, InputError
+from holdfast.models.digits import load_digits_vit
+from holdfast.models.files import load as load_certifiable
 from holdfast.storage import Pathlike, read_tensors
 from holdfast.tracing.extras import require
 from holdfast.tracing.pictures import Preparation, read_picture
@@ -107,6 +109,38 @@ def load(
             return _with_image(model, network, source, image, download)
         assert text is not None
         return _with_text(model, network, source, list(text), max_tokens, download)
+
+
+def load_classifier(model: str, *, download: bool = False) -> nn.Module:
+    """A classifier in evaluation mode, frozen, float32.
+
+    Args:
+        model: what `load` takes for a model with a classification head; a file that `holdfast.models.save` wrote; or
+            `digits`, the bundled ViT.
+        download: whether files that are missing may be fetched.
+    """
+    if model == "digits":
+        return load_digits_vit()
+    file = Path(model)
+    if file.suffix == ".safetensors" and not (file.parent / "config.json").is_file():
+        return load_certifiable(file)
+    if model.startswith("timm:"):
+        return _timm_model(require("timm", "vision"), model, download)
+    source, transformers = _source(model), require("transformers", "hf")
+    with _quiet(transformers), _one_line(model, download):
+        config = transformers.AutoConfig.from_pretrained(**source.arguments(download))
+        words = hasattr(config, "vocab_size")
+        kind = (
+            transformers.AutoModelForSequenceClassification if words else transformers.AutoModelForImageClassification
+        )
+        found, report = kind.from_pretrained(
+            **source.arguments(download), use_safetensors=True, dtype=torch.float32, output_loading_info=True
+        )
+    if report["missing_keys"]:
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        raise InputError(f"{model!r} has no weights for {missing}; expected a classifier that was trained")
+    network: nn.Module = found
+    return network.eval().requires_grad_(False)
 
 
 def load_tokenizer(model: str, *, download: bool = False) -> Any:
@@ -280,6 +314,22 @@ def _pair(size: Any) -> tuple[int, int]:
 
 def _load_timm(model: str, image: Pathlike, download: bool) -> LoadedModel:
     timm = require("timm", "vision")
+    network = _timm_model(timm, model, download)
+    name, _, weights = model.removeprefix("timm:").partition(":")
+    grid = getattr(getattr(network, "patch_embed", None), "grid_size", None)
+    if grid is None:
+        raise InputError(f"timm's {name!r} has no grid of patches; expected a ViT or DeiT")
+    data = timm.data.resolve_model_data_config(network)
+    prepared = read_picture(
+        image, Preparation(tuple(data["input_size"][-2:]), data["mean"], data["std"], data["crop_pct"])
+    )
+    picture = Picture(prepared.pixels, tuple(grid), int(network.num_prefix_tokens))  # type: ignore[arg-type]
+    note = "random weights" if weights == "random" else ""
+    return LoadedModel(model, network, prepared.values, picture=picture, note=note)
+
+
+def _timm_model(timm: Any, model: str, download: bool) -> nn.Module:
+    """The model that timm:NAME, timm:NAME:FILE or timm:NAME:random names."""
     name, _, weights = model.removeprefix("timm:").partition(":")
     if not timm.is_model(name):
         near = timm.list_models(f"*{name.split('_')[0]}*")[:3]
@@ -291,17 +341,8 @@ def _load_timm(model: str, image: Pathlike, download: bool) -> LoadedModel:
         else:
             file = weights or _timm_weights(timm, name, download)
             network = _fill(timm, name, file)
-    network = network.eval().requires_grad_(False)
-    grid = getattr(getattr(network, "patch_embed", None), "grid_size", None)
-    if grid is None:
-        raise InputError(f"timm's {name!r} has no grid of patches; expected a ViT or DeiT")
-    data = timm.data.resolve_model_data_config(network)
-    prepared = read_picture(
-        image, Preparation(tuple(data["input_size"][-2:]), data["mean"], data["std"], data["crop_pct"])
-    )
-    picture = Picture(prepared.pixels, tuple(grid), network.num_prefix_tokens)
-    note = "random weights" if weights == "random" else ""
-    return LoadedModel(model, network, prepared.values, picture=picture, note=note)
+    found: nn.Module = network
+    return found.eval().requires_grad_(False)
 
 
 def _fill(timm: Any, name: str, file: str) -> Any:

@@ -1,0 +1,27 @@
+"""Certificates of whole data sets: run, resume, split, merge, and check again."""
+
+from holdfast.attacks.minimal import MinimalAttack, NearestChange
+from holdfast.certification.examine import examine
+from holdfast.certification.examples import Batch, Examples, read_examples
+from holdfast.certification.join import merge
+from holdfast.certification.recompute import Verification, verify
+from holdfast.certification.runner import Shard, certify
+from holdfast.certification.settings import Settings, read_perturbation
+from holdfast.certification.store import read
+
+__all__ = [
+    "Batch",
+    "Examples",
+    "MinimalAttack",
+    "NearestChange",
+    "Settings",
+    "Shard",
+    "Verification",
+    "certify",
+    "examine",
+    "merge",
+    "read",
+    "read_examples",
+    "read_perturbation",
+    "verify",
+]

@@ -1,0 +1,91 @@
+"""Shards become one run, if nothing in them disagrees."""
+
+from __future__ import annotations
+
+import math
+import os
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from holdfast.certification.store import Record, Stored, differences, read, write
+from holdfast.errors import InputError, SoundnessError
+from holdfast.results import CertificationRun
+from holdfast.storage import Pathlike
+
+#: Relative difference of two computations of one number: far above rounding, far below a bisection's last step.
+TOLERANCE = 1e-5
+
+
+def merge(paths: Sequence[Pathlike], out: Pathlike | None = None) -> CertificationRun:
+    """Joins the files of shards.
+
+    Args:
+        paths: files that `certify` wrote with the same settings; an input may stand in several of them.
+        out: file for the whole run, by index.
+
+    Example:
+        >>> merge(["shard-1.jsonl", "shard-2.jsonl"], out="run.jsonl").missing
+        ()
+    """
+    if not paths:
+        raise InputError("no file was given; expected the files of the shards")
+    stored = [read(path) for path in paths]
+    header = stored[0].header
+    records: dict[int, Record] = {}
+    first_in: dict[int, str] = {}
+    for path, part in zip([os.fspath(path) for path in paths], stored, strict=True):
+        differing = differences(part.header.settings, header.settings)
+        if differing:
+            raise InputError(f"{path} and {os.fspath(paths[0])} are parts of different runs: {', '.join(differing)}")
+        for index, record in part.records.items():
+            if index in records and (differing := disagreements(record, records[index])):
+                raise InputError(f"{path} and {first_in[index]} disagree on input {index}: {', '.join(differing)}")
+            records.setdefault(index, record)
+            first_in.setdefault(index, path)
+    whole = Stored(header, records)
+    run = whole.run()
+    check_order(run)
+    if out is not None:
+        write(out, whole)
+    return run
+
+
+def disagreements(found: Record, expected: Record) -> list[str]:
+    """The numbers that two computations of one input may not differ in, in words.
+
+    A search may end elsewhere on another machine, so attack radii count only by what they say of the radii.
+    """
+    differing = [
+        f"{field.name} {getattr(found, field.name)!r} against {getattr(expected, field.name)!r}"
+        for field in fields(found)
+        if field.name not in ("attack_radius", "seconds", "perturbation")
+        and not _same(getattr(found, field.name), getattr(expected, field.name))
+    ]
+    for one, other in ((found, expected), (expected, found)):
+        if one.attack_radius is not None and 0 < one.attack_radius <= other.radius:
+            differing.append(f"radius {other.radius!r} against a change at {one.attack_radius!r}")
+    return differing
+
+
+def _same(found: Any, expected: Any) -> bool:
+    if isinstance(found, float) and isinstance(expected, float):
+        return math.isclose(found, expected, rel_tol=TOLERANCE, abs_tol=1e-12)
+    return bool(found == expected)
+
+
+def check_order(run: CertificationRun) -> None:
+    """Certified <= attacked <= clean at every radius at which one of them changes; otherwise something is wrong."""
+    if not run.attacked_too:
+        return
+    right = [record for record in run.records if record.correct]
+    proved = sorted(record.radius for record in right)
+    found = sorted(record.attack_radius or 0.0 for record in right)
+    for radius in sorted({0.0, *run.radii, *proved, *found}):
+        certified, attacked = len(right) - bisect_left(proved, radius), len(right) - bisect_right(found, radius)
+        if radius < math.inf and not certified <= attacked <= len(right):
+            raise SoundnessError(
+                f"at radius {radius!r} {certified} inputs are certified, the attack leaves {attacked} of {len(right)}; "
+                "please report the run"
+            )

@@ -1,0 +1,126 @@
+"""Certified accuracy on the terminal, as a figure, and as a page."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from holdfast.errors import InputError
+from holdfast.report.html import script_data, template
+from holdfast.report.numbers import down, up
+from holdfast.results import CertificationRun
+
+_COLOURS = ("#0072b2", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9")
+
+
+def run_table(run: CertificationRun) -> Table:
+    """One row for each radius; what is certified is rounded down, what the attack leaves is rounded up."""
+    proved = "proved" if run.settings["guarantee"] == "proved" else "numerical"
+    table = Table(
+        title=f"{run.model} on {run.data}: accuracy under l2 perturbations",
+        caption=_caption(run),
+    )
+    table.add_column("radius", justify="right")
+    table.add_column(f"certified\n{run.settings['method']}, {proved}", justify="right")
+    if run.attacked_too:
+        table.add_column("after the\nattack", justify="right")
+    for radius in dict.fromkeys((0.0, *run.radii)) if run.records else ():
+        attacked = [_percent(run.attacked(radius), math.ceil)] if run.attacked_too else []
+        table.add_row(f"{radius:.6g}", _percent(run.accuracy(radius), math.floor), *attacked)
+    return table
+
+
+def _caption(run: CertificationRun) -> str:
+    total = len(run.records) + len(run.missing)
+    words = [f"{len(run.records)} of {total} inputs."]
+    if run.records:
+        words.append(f"Median certified radius {down(_median(run, 'radius'))}")
+        if run.attacked_too:
+            words[-1] += f", of the attack {up(_median(run, 'attack_radius'))}"
+        words[-1] += "."
+        seconds = statistics.fmean(record.seconds for record in run.records)
+        words.append(f"{seconds:.2g} s an input.")
+    return " ".join(words)
+
+
+def _median(run: CertificationRun, name: str) -> float:
+    """Over the inputs that are answered correctly."""
+    values: list[float] = [getattr(record, name) for record in run.records if record.correct]
+    return statistics.median(values or [0.0])
+
+
+def _percent(share: float, rounding: Any) -> str:
+    return f"{rounding(round(1000 * share, 6)) / 10:.1f} %"
+
+
+def plot_runs(runs: Sequence[CertificationRun]) -> Figure:
+    """Certified accuracy over the radius, one line for each run, below the attack's."""
+    _check(runs)
+    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    attacked = next((run for run in runs if run.attacked_too), None)
+    if attacked is not None:
+        ends = [record.attack_radius or 0.0 for record in attacked.records if record.correct]
+        _steps(axis, ends, len(attacked.records), "after the attack (no more is true)", "black")
+    for run, colour in zip(runs, _cycled(len(runs)), strict=True):
+        ends = [record.radius for record in run.records if record.correct]
+        _steps(
+            axis, ends, len(run.records), f"certified: {run.settings['method']}, {run.settings['guarantee']}", colour
+        )
+    axis.axhline(runs[0].clean(), color="#7f7f7f", linestyle="--", linewidth=1, label="clean")
+    axis.set(xlabel="l2 radius", ylabel="accuracy", ylim=(0, 1.02), title=f"{runs[0].model} on {runs[0].data}")
+    axis.set_xlim(left=0)
+    axis.grid(alpha=0.25)
+    axis.legend(frameon=False, fontsize="small")
+    return figure
+
+
+def _steps(axis: Any, ends: list[float], count: int, label: str, colour: str) -> None:
+    """The share of inputs whose radius reaches r: it falls by 1/count at each of the ends."""
+    ends = sorted(end for end in ends if math.isfinite(end))
+    kept = [(len(ends) - i) / count for i in range(len(ends) + 1)]
+    axis.step([0.0, *ends], kept, where="post", color=colour, label=label)
+
+
+def _cycled(count: int) -> list[str]:
+    return [_COLOURS[i % len(_COLOURS)] for i in range(count)]
+
+
+def render(runs: Sequence[CertificationRun]) -> str:
+    """The page as text; the first run is the one it tells about, the others stand beside it."""
+    _check(runs)
+    return template("certificate").render(runs=runs, run=runs[0], data=script_data(_payload(runs)))
+
+
+def _check(runs: Sequence[CertificationRun]) -> None:
+    for run in runs:
+        if not run.records:
+            raise InputError(f"the run of {run.model} has no record yet; there is nothing to draw")
+        for name in ("weights", "data"):
+            if run.settings.get(name) != runs[0].settings.get(name):
+                raise InputError(
+                    f"runs with different {name} cannot be shown side by side; expected one model and data set"
+                )
+
+
+def _payload(runs: Sequence[CertificationRun]) -> dict[str, Any]:
+    radii = sorted({radius for run in runs for radius in run.radii})
+    return {
+        "radii": radii,
+        "runs": [
+            {
+                "method": run.settings["method"],
+                "guarantee": run.settings["guarantee"],
+                "attacked": run.attacked_too,
+                "records": [record.to_dict() for record in run.records],
+            }
+            for run in runs
+        ],
+    }

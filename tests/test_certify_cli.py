@@ -1,0 +1,172 @@
+"""The commands certify, merge and verify."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from rich.progress import TimeRemainingColumn
+from safetensors.torch import save_file
+
+from certify_cases import labelled, linear_network, rows
+from holdfast import InputError
+from holdfast.cli import main
+from holdfast.cli.certify import _ranges, _telling, read_radii
+from holdfast.models import DigitsViT
+from holdfast.tracing.loading import load_classifier
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
+    """Runs the command line in this process on a linear model, in a folder with the data file `data.safetensors`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("holdfast.cli.certify.load_classifier", lambda name, download: linear_network())
+    data = labelled(12)
+    save_file({"inputs": data.inputs, "labels": data.labels}, tmp_path / "data.safetensors")
+
+    def run(line: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["holdfast", *line.split()])
+        with pytest.raises(SystemExit) as left:
+            main()
+        captured = capfd.readouterr()
+        return int(left.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+CERTIFY = "certify linear --data data.safetensors --radii 36/255,0.5 --attack"
+
+
+def test_certify_shows_accuracies_and_writes_a_file_and_a_page(call: Call, tmp_path: Path) -> None:
+    status, out, err = call(f"{CERTIFY} --out runs/run.jsonl --html page.html")
+    assert (status, err) == (0, "")
+    assert "0.141176" in out
+    assert "12 of 12 inputs" in " ".join(out.split())
+    assert "Written: runs/run.jsonl, page.html" in out
+    assert len(rows(tmp_path / "runs" / "run.jsonl")) == 12
+    assert "holdfast certify linear" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    status, out, _ = call(f"{CERTIFY} --out runs/run.jsonl --json")
+    found = json.loads(out)
+    assert found["command"] == "certify"
+    assert len(found["records"]) == 12
+    assert found["radii"] == [36 / 255, 0.5]
+
+
+def test_shards_are_joined_and_checked(call: Call, tmp_path: Path) -> None:
+    for i in (1, 2, 3):
+        assert call(f"{CERTIFY} --out {i}.jsonl --shard {i}/3 --batch {i}")[0] == 0
+    status, out, err = call("merge 1.jsonl 3.jsonl --out part.jsonl")
+    assert status == 0
+    assert "4 inputs are missing: 1, 4, 7, 10" in err
+    status, out, err = call("merge 1.jsonl 2.jsonl 3.jsonl --out run.jsonl --html page.html --json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["missing"] == []
+    status, out, _ = call("verify run.jsonl --all")
+    assert status == 0
+    assert "12 records and 12 perturbations: 0 failures" in out
+    path = tmp_path / "run.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    lines[5] = json.dumps(json.loads(lines[5]) | {"radius": 1e-3})
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    status, out, _ = call("verify run.jsonl --all")
+    assert status == 1
+    assert "does not hold: input 4: radius 0.001 against" in " ".join(out.split())
+    assert call("verify run.jsonl --sample 3 --json")[0] in (0, 1)
+
+
+def test_runs_stand_side_by_side_on_a_page(call: Call, tmp_path: Path) -> None:
+    assert call(f"{CERTIFY} --method lofast --out lofast.jsonl")[0] == 0
+    assert call(f"{CERTIFY} --out best.jsonl --html page.html --beside lofast.jsonl")[0] == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert '"method":"lofast"' in page
+    assert "best, lofast" in page
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("certify linear --data data.safetensors --radii 36/0", "--radii is '36/0'; expected numbers or fractions"),
+        ("certify linear --data data.safetensors --radii -1", "radii is -1.0; expected a finite number"),
+        ("certify linear --data data.safetensors --shard 0/2", "the shard is 0/2; expected 1/2 to 2/2"),
+        ("certify linear --data data.safetensors --shard half", "--shard is 'half'; expected a part"),
+        ("certify linear --data digit", "unknown data set 'digit': did you mean 'digits'?"),
+        ("certify linear --data data.safetensors --method bst", "unknown composition 'bst': did you mean 'best'?"),
+        ("certify linear --data data.safetensors --perturb words", "the perturbation is 'words'; expected"),
+        ("certify linear --data data.safetensors --mean 0.5", "one of --mean and --std was given; expected both"),
+        ("certify linear --data data.safetensors --beside no.jsonl", "'no.jsonl' cannot be read"),
+        ("merge data.safetensors --out x.jsonl", "data.safetensors: the first line is no header"),
+        ("verify no.jsonl", "'no.jsonl' cannot be read"),
+    ],
+)
+def test_bad_calls_get_one_line_and_status_2(call: Call, line: str, message: str) -> None:
+    status, out, err = call(line)
+    assert (status, out) == (2, "")
+    assert err.startswith("holdfast: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_another_setting_is_refused_in_one_line(call: Call) -> None:
+    assert call(f"{CERTIFY} --out run.jsonl")[0] == 0
+    status, _, err = call(f"{CERTIFY} --out run.jsonl --seed 3")
+    assert status == 2
+    assert "seed 0 against 3; write to another file, or begin anew" in err
+    assert call(f"{CERTIFY} --out run.jsonl --seed 3 --no-resume")[0] == 0
+
+
+def test_an_interrupt_says_how_to_go_on(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.certification import workers
+
+    real, calls = workers.examine, []
+
+    def third_time(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(workers, "examine", third_time)
+    status, out, err = call(f"{CERTIFY} --out run.jsonl --batch 2")
+    assert status == 130
+    assert err == "holdfast: interrupted; 4 of 12 inputs are done; the same command goes on from there\n"
+    assert "4 of 12 inputs" in " ".join(out.split())
+    assert call(f"{CERTIFY} --out run.jsonl --batch 2")[0] == 0
+
+
+def test_the_progress_bar_shows_the_time_that_is_left() -> None:
+    with _telling("folder/model") as told:
+        told(1, 4)
+        (task,) = told.bar.tasks
+        assert (task.description, task.completed, task.total) == ("model", 1, 4)
+        assert any(isinstance(column, TimeRemainingColumn) for column in told.bar.columns)
+
+
+def test_classifiers_are_loaded_with_their_heads(transformers: ModuleType, tmp_path: Path) -> None:
+    assert isinstance(load_classifier("digits"), DigitsViT)
+    with pytest.raises(InputError, match=r"no file 'nowhere\.safetensors'"):
+        load_classifier("nowhere.safetensors")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.ViTConfig(**sizes, image_size=8, patch_size=4, num_channels=1, num_labels=3)
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    found = load_classifier(str(tmp_path / "vit"))
+    assert type(found).__name__ == "ViTForImageClassification"
+    assert not found.training
+    config = transformers.BertConfig(**sizes, vocab_size=30, num_labels=2)
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
+    assert type(load_classifier(str(tmp_path / "bert"))).__name__ == "BertForSequenceClassification"
+    transformers.BertModel(config).save_pretrained(tmp_path / "headless")
+    with pytest.raises(
+        InputError, match=r"has no weights for classifier\.bias, classifier\.weight; expected a classifier"
+    ):
+        load_classifier(str(tmp_path / "headless"))
+
+
+def test_radii_and_ranges() -> None:
+    assert read_radii("36/255, 0.5,1e-3") == [36 / 255, 0.5, 1e-3]
+    assert _ranges([0, 3, 4, 5, 9]) == "0, 3-5, 9"

@@ -1,0 +1,216 @@
+"""The page of a run, as text and in a real browser; the table and the figure."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from browser import Browser, missing
+from holdfast import InputError
+from holdfast.report.certificate import render
+from holdfast.results import Certificate, CertificationRun, RadiusEstimate
+
+NASTY = "</script><script>window.broken = true</script>"
+
+
+def made_up(count: int = 20, method: str = "best", factor: float = 0.5, **changes: object) -> CertificationRun:
+    """Attack radii i/10 for i = 1, 2, …, the proved ones a factor below; every tenth input is answered wrongly."""
+    records = tuple(
+        Certificate(
+            index=i,
+            label=i % 10,
+            prediction=i % 10 if i % 10 else 5,
+            margin=1.0 + i,
+            radius=factor * i / 10,
+            method=method,
+            guarantee="proved",
+            attack_radius=i / 10,
+            seconds=0.25,
+        )
+        for i in range(1, count + 1)
+    )
+    settings = {"weights": "w" * 64, "data": "d" * 64, "method": method, "guarantee": "proved", "holdfast": "0.1.0"}
+    values = {
+        "model": "made up",
+        "data": "numbers",
+        "radii": (0.3, 1.0),
+        "records": records,
+        "missing": (),
+        "settings": settings,
+        "fingerprint": "f" * 64,
+        "command": "holdfast certify made-up",
+    }
+    return CertificationRun(**values | changes)  # type: ignore[arg-type]
+
+
+# -- on the terminal and as text
+
+
+def test_the_table_rounds_outward() -> None:
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(replace(made_up(7), radii=(0.3,)).table())
+    text = capture.get()
+    assert re.search(r"0\.3 .* 28\.5 % .* 57\.2 %", text)  # 2/7 rounded down, 4/7 rounded up
+    assert "7 of 7 inputs. Median certified radius 0.2, of the attack 0.401." in " ".join(text.split())
+
+
+def test_the_figure_has_a_line_for_each_run_and_the_attack(tmp_path: Path) -> None:
+    figure = made_up().plot(made_up(method="lofast", factor=0.1))
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert [label.split(":")[-1].strip() for label in labels if "certified" in label] == [
+        "best, proved",
+        "lofast, proved",
+    ]
+    assert any("attack" in label for label in labels)
+    figure.savefig(tmp_path / "curve.png")
+
+
+def test_runs_of_different_models_are_not_shown_together() -> None:
+    other = made_up()
+    other = replace(other, settings={**other.settings, "weights": "x" * 64})
+    with pytest.raises(InputError, match="runs with different weights cannot be shown side by side"):
+        render([made_up(), other])
+    with pytest.raises(InputError, match="has no record yet"):
+        render([made_up(records=(), missing=(1,))])
+
+
+def test_nothing_a_user_wrote_becomes_markup_and_nothing_is_fetched() -> None:
+    page = render([made_up(model=NASTY, data=NASTY, command=NASTY)])
+    assert page.count("<script") == page.count("</script>") == 2
+    addresses = set(re.findall(r"https?://[^\s\"'<)]+", page))
+    assert addresses <= {"http://www.w3.org/2000/svg"}
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert data is not None
+    assert len(json.loads(data[1])["runs"][0]["records"]) == 20
+
+
+def test_what_is_missing_or_no_certificate_is_said() -> None:
+    assert "20 of 23 inputs are done" in render([made_up(missing=(21, 22, 23))])
+    numerical = tuple(
+        RadiusEstimate(**{**vars(record), "guarantee": "numerical"})  # type: ignore[arg-type]
+        for record in made_up().records
+    )
+    run = made_up(records=numerical)
+    page = render([replace(run, settings={**run.settings, "guarantee": "numerical"})])
+    assert "No certificate." in page
+    assert "No certificate." not in render([made_up()])
+
+
+# -- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with Browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+def show(browser: Browser, folder: Path, *runs: CertificationRun, width: int = 1200, scheme: str = "light") -> None:
+    page = folder / "page.html"
+    runs[0].to_html(page, *runs[1:])
+    browser.resize(width)
+    browser.prefer(scheme)
+    browser.open(page)
+
+
+def text(browser: Browser, selector: str) -> str:
+    return str(browser.run("return document.querySelector(arguments[0]).textContent", selector))
+
+
+def count(browser: Browser, selector: str) -> int:
+    return int(browser.run("return document.querySelectorAll(arguments[0]).length", selector))
+
+
+def choose(browser: Browser, name: str, place: int) -> None:
+    script = (
+        "const s = document.getElementById(arguments[0]); s.value = arguments[1]; s.dispatchEvent(new Event('change'))"
+    )
+    browser.run(script, f"pick-{name}", place)
+
+
+def test_everything_is_drawn(browser: Browser, tmp_path: Path) -> None:
+    show(browser, tmp_path, made_up(), made_up(method="lofast", factor=0.1))
+    assert browser.log() == []
+    assert [url for url in browser.requests() if not url.startswith(("file:", "data:"))] == []
+    assert count(browser, "#curve path.line") == 3
+    assert count(browser, "#table tbody tr") == 20
+    assert count(browser, "#table tr.wrong") == 2
+    assert count(browser, "#radii tbody tr") == 3
+    assert "holdfast certify made-up" in text(browser, "pre")
+    assert "f" * 64 in text(browser, "main")
+    unnamed = "svg[role]:not([aria-label]), button:not([aria-label]):empty, select:not(label select)"
+    assert count(browser, unnamed) == 0
+
+
+def test_the_numbers_are_those_of_the_run(browser: Browser, tmp_path: Path) -> None:
+    best, lofast = made_up(), made_up(method="lofast", factor=0.1)
+    show(browser, tmp_path, best, lofast)
+    answer = text(browser, "#answer")
+    assert "Of 20 inputs 90.0 % are answered correctly" in answer
+    assert "up to 0.3, it is proved that at least 65.0 % stay correct; an attack leaves at most 75.0 %" in answer
+    cells = "return [...document.querySelectorAll('#radii tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
+    found = browser.run(cells)
+    for (radius, *shares), expected in zip(found, (0.0, 0.3, 1.0), strict=True):
+        assert float(radius) == expected
+        wanted = (best.accuracy(expected), lofast.accuracy(expected), best.attacked(expected))
+        assert [float(share.removesuffix(" %")) for share in shares] == pytest.approx([100 * w for w in wanted])
+    choose(browser, "radius", 1)
+    assert "up to 1, it is proved that at least 0.0 %" in text(browser, "#answer")
+    choose(browser, "run", 1)
+    assert "at least 0.0 % stay correct" in text(browser, "#answer")
+    assert "(lofast)" in text(browser, "#ratio-text")
+
+
+def test_the_curve_and_the_histogram_explain_themselves(browser: Browser, tmp_path: Path) -> None:
+    show(browser, tmp_path, made_up())
+    browser.run("document.querySelector('#curve .hit').focus()")
+    assert "certified: best, proved: 90.0 %" in text(browser, "#tip")
+    browser.press("ArrowRight")
+    assert "after the attack" in text(browser, "#tip")
+    browser.hover("#ratio .bar:nth-of-type(11)")
+    assert text(browser, "#tip") == "0.5 to 0.55: 18 inputs"
+
+
+def test_the_rows_sort(browser: Browser, tmp_path: Path) -> None:
+    show(browser, tmp_path, made_up())
+    first = "return document.querySelector('#table tbody td').textContent"
+    assert browser.run(first) == "1"
+    click = "document.querySelectorAll('#table th button')[arguments[0]].click()"
+    browser.run(click, 4)
+    assert browser.run(first) == "20"
+    browser.run(click, 4)
+    assert browser.run(first) == "1"
+
+
+def test_runs_without_an_attack_and_without_a_find(browser: Browser, tmp_path: Path) -> None:
+    alone = made_up()
+    none = tuple(replace(record, attack_radius=None) for record in alone.records)
+    show(browser, tmp_path, replace(alone, records=none))
+    assert browser.log() == []
+    assert count(browser, "#curve path.line") == 1
+    assert browser.run("return document.getElementById('ratio-card').hidden")
+    never = tuple(replace(record, attack_radius=math.inf) for record in alone.records)
+    show(browser, tmp_path, replace(alone, records=never, radii=(0.0,)))
+    assert browser.log() == []
+    assert "none found" in text(browser, "#table")
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1200, "light")])
+def test_nothing_overflows(browser: Browser, tmp_path: Path, width: int, scheme: str) -> None:
+    runs = [
+        made_up(100, method, factor) for method, factor in (("best", 0.5), ("margin-gradient", 0.3), ("lofast", 0.1))
+    ]
+    show(browser, tmp_path, *runs, width=width, scheme=scheme)
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+    assert browser.log() == []
