@@ -1,0 +1,388 @@
+"""Activation functions with their derivatives, and proved ranges of these over intervals (docs/math/pieces.md).
+
+A derivative φ⁽ᵏ⁾ is monotone between neighbouring zeros of φ⁽ᵏ⁺¹⁾. So its range over [low, high] is spanned by its
+values at the two ends and at the zeros inside. The zeros are isolated once, by bisection in ball arithmetic: a cell
+where the ball of φ⁽ᵏ⁺¹⁾ does not meet zero has none. Nothing has to be known of the function but its derivatives and
+what is left of them far from zero.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import final
+
+import torch
+from torch import Tensor
+
+from holdfast.errors import InputError
+from holdfast.linalg import Array, Ball
+from holdfast.linalg.rounding import down, lift, up
+from holdfast.registry import Registry
+
+_FAR = 40.0  # beyond it every φ⁽ᵏ⁾, k = 1..4, is within _LEFT of its limit
+_LEFT = 1e-15
+_COARSE, _FINE = 2.0**-5, 2.0**-24  # widths of the first and the last cells of the bisection
+
+
+@final
+@dataclass(frozen=True)
+class Interval:
+    """Numbers between `low` and `high`, entry by entry; rounded outward."""
+
+    low: Tensor
+    high: Tensor
+
+    @property
+    def magnitude(self) -> Tensor:
+        """The largest absolute value."""
+        return torch.maximum(self.high, -self.low)
+
+
+class Activation(ABC):
+    """A function φ of one variable, applied entry by entry."""
+
+    name: str
+    #: Whether the slopes of all secants lie in [0, 1].
+    restricted: bool = False
+
+    @abstractmethod
+    def value(self, t: Array) -> Array:
+        """φ(t)."""
+
+    @abstractmethod
+    def slopes(self, low: Tensor, high: Tensor) -> Interval:
+        """What the slopes of all secants of φ within [low, high] lie in."""
+
+    @property
+    @abstractmethod
+    def all_slopes(self) -> tuple[float, float]:
+        """What the slopes of all secants lie in."""
+
+    @abstractmethod
+    def slope(self, t: Array) -> Array:
+        """φ'(t); at a kink, the slope on one of its sides."""
+
+
+class SmoothActivation(Activation):
+    """An activation with five derivatives; a kind writes `derivative`."""
+
+    #: The limits of φ' at -∞ and ∞; higher derivatives vanish there.
+    limits: tuple[float, float] = (0.0, 1.0)
+    #: t is measured in this unit: φ⁽ᵏ⁾ has reached its limits at |t| = 40 units.
+    unit: float = 1.0
+
+    @abstractmethod
+    def derivative(self, k: int, t: Array) -> Array:
+        """φ⁽ᵏ⁾(t), for k from 0 to 5."""
+
+    @final
+    def value(self, t: Array) -> Array:
+        return self.derivative(0, t)
+
+    @final
+    def slope(self, t: Array) -> Array:
+        return self.derivative(1, t)
+
+    @final
+    def slopes(self, low: Tensor, high: Tensor) -> Interval:
+        return self.range(1, low, high)
+
+    @final
+    @cached_property
+    def all_slopes(self) -> tuple[float, float]:
+        ends = torch.tensor([math.inf], dtype=torch.float64)
+        found = self.range(1, -ends, ends)
+        return float(found.low), float(found.high)
+
+    @final
+    def range(self, k: int, low: Tensor, high: Tensor) -> Interval:
+        """What φ⁽ᵏ⁾ stays in over [low, high], for k from 1 to 4; float64, rounded outward.
+
+        Args:
+            k: order of the derivative.
+            low: (…) lower ends, may be -inf.
+            high: (…) upper ends, may be inf.
+        """
+        _check_order(k)
+        turning, far = _turning(self, k), _FAR * self.unit
+        ends = [self.derivative(k, Ball.exact(end.clamp(-far, far))) for end in (low, high)]
+        least = torch.minimum(ends[0].lower, ends[1].lower)
+        most = torch.maximum(ends[0].upper, ends[1].upper)
+        for left, right, lowest, highest in turning:
+            inside = (high >= left) & (low <= right)
+            least = torch.where(inside, least.clamp(max=lowest), least)
+            most = torch.where(inside, most.clamp(min=highest), most)
+        return Interval(least, most)
+
+    @final
+    def supremum(self, k: int, low: Tensor, high: Tensor) -> Tensor:
+        """A proved bound of max |φ⁽ᵏ⁾| over [low, high], for k from 1 to 4."""
+        return self.range(k, low, high).magnitude
+
+    @final
+    def drift(self, k: int, centre: Tensor, radius: Tensor) -> Tensor:
+        """A proved bound of max |φ⁽ᵏ⁾(t) - φ⁽ᵏ⁾(centre)| over |t - centre| <= radius, for k from 1 to 4."""
+        low, high = down(centre - radius), up(centre + radius)
+        reached, here = self.range(k, low, high), self.derivative(k, Ball.exact(centre))
+        moved = up(torch.maximum(reached.high - here.lower, here.upper - reached.low))
+        if k == _ORDERS:
+            return moved
+        return torch.minimum(moved, up(radius * self.supremum(k + 1, low, high)))
+
+
+_ORDERS = 4
+
+
+def _check_order(k: int) -> None:
+    if k not in range(1, _ORDERS + 1):
+        raise InputError(f"derivative of order {k!r} of an activation; ranges are known for k from 1 to {_ORDERS}")
+
+
+@lru_cache(maxsize=256)
+def _turning(phi: SmoothActivation, k: int) -> tuple[tuple[float, float, float, float], ...]:
+    """(left, right, lowest, highest): intervals outside of which φ⁽ᵏ⁾ is monotone, and its range on each of them."""
+    far = _FAR * phi.unit
+    limits = phi.limits if k == 1 else (0.0, 0.0)
+    left_over = _LEFT * phi.unit ** (1 - k)
+    found = [(-math.inf, -far, limits[0] - left_over, limits[0] + left_over)]
+    width = _COARSE
+    centres = torch.arange(-_FAR, _FAR, width, dtype=torch.float64) + width / 2  # in units; all of them are exact
+    while len(centres):
+        cells = Ball(centres, torch.full_like(centres, width / 2)) * phi.unit
+        steepness = phi.derivative(k + 1, cells)
+        reached = _mean_value_range(phi, k, cells, steepness)
+        undecided = (steepness.lower <= 0) & (steepness.upper >= 0)
+        done = undecided & ((reached.high - reached.low <= 100 * left_over) | (width <= _FINE))
+        ends = (cells.lower, cells.upper, reached.low, reached.high)
+        found += zip(*(t[done].tolist() for t in ends), strict=True)
+        width /= 2
+        rest = centres[undecided & ~done]
+        centres = torch.cat([rest - width / 2, rest + width / 2])
+    found.append((far, math.inf, limits[1] - left_over, limits[1] + left_over))
+    return _joined(sorted(found))
+
+
+def _mean_value_range(phi: SmoothActivation, k: int, cells: Ball, steepness: Ball) -> Interval:
+    """φ⁽ᵏ⁾(c) ± radius · max |φ⁽ᵏ⁺¹⁾|: second order in the width of a cell next to a zero of φ⁽ᵏ⁺¹⁾."""
+    steepest = torch.maximum(steepness.upper, -steepness.lower)
+    reach = phi.derivative(k, Ball.exact(cells.mid)) + Ball(torch.zeros_like(steepest), up(cells.rad * steepest))
+    return Interval(reach.lower, reach.upper)
+
+
+def _joined(cells: Sequence[tuple[float, float, float, float]]) -> tuple[tuple[float, float, float, float], ...]:
+    """Cells that touch become one."""
+    out = [cells[0]]
+    for left, right, low, high in cells[1:]:
+        if left <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], right), min(out[-1][2], low), max(out[-1][3], high))
+        else:
+            out.append((left, right, low, high))
+    return tuple(out)
+
+
+# -- the kinds
+
+
+def _tanh(k: int, t: Array) -> Array:
+    """tanh⁽ᵏ⁾ = (1 - y²) p_k(y) with y = tanh t; 1 - y² = 4z/(1 + z)², z = exp(-2|t|), keeps its relative accuracy."""
+    y = t.tanh()
+    if k == 0:
+        return y
+    z = (t.abs() * -2.0).exp()
+    y2, sech2 = y.square(), z * 4.0 / (z + 1.0).square()
+    if k == 1:
+        return sech2
+    if k == 2:
+        return sech2 * y * -2.0
+    if k == 3:
+        return sech2 * (y2 * 6.0 - 2.0)
+    if k == 4:
+        return sech2 * y * (y2 * -24.0 + 16.0)
+    return sech2 * ((y2 * 120.0 - 120.0) * y2 + 16.0)
+
+
+def _logistic(k: int, t: Array) -> Array:
+    """The k-th derivative of 1/(1 + e^-t) = (1 + tanh(t/2))/2."""
+    half = _tanh(k, t * 0.5) * 0.5 ** (k + 1)
+    return half + 0.5 if k == 0 else half
+
+
+@final
+class Tanh(SmoothActivation):
+    """tanh(t)."""
+
+    name = "tanh"
+    restricted = True
+    limits = (0.0, 0.0)
+
+    def derivative(self, k: int, t: Array) -> Array:
+        return _tanh(k, t)
+
+
+@final
+class Gelu(SmoothActivation):
+    """t Φ(t), with Φ the normal distribution function and p its density.
+
+    φ' = Φ + t p, φ'' = p (2 - t²), φ''' = p (t³ - 4t), φ⁗ = p (-t⁴ + 7t² - 4), φ⁽⁵⁾ = p (t⁵ - 11t³ + 18t).
+    """
+
+    name = "gelu"
+
+    def derivative(self, k: int, t: Array) -> Array:
+        t2 = t.square()
+        if k < 2:
+            below = (t / _root(2.0, t)).erf() * 0.5 + 0.5
+            return t * below if k == 0 else below + t * self._density(t2)
+        p = self._density(t2)
+        if k == 2:
+            return p * (-t2 + 2.0)
+        if k == 3:
+            return p * t * (t2 - 4.0)
+        if k == 4:
+            return p * ((-t2 + 7.0) * t2 - 4.0)
+        return p * t * ((t2 - 11.0) * t2 + 18.0)
+
+    @staticmethod
+    def _density(t2: Array) -> Array:
+        # 2π lies within 2 u · 2π of the float64.
+        return (t2 * -0.5).exp() / _near(2 * math.pi, t2).sqrt()
+
+
+@final
+class GeluTanh(SmoothActivation):
+    """t (1 + tanh v)/2 with v = √(2/π) (t + 0.044715 t³): the common approximation of GELU.
+
+    With Y = tanh(v(t)), φ⁽ᵏ⁾ = (t Y⁽ᵏ⁾ + k Y⁽ᵏ⁻¹⁾)/2 from k = 2 on; Y⁽ᵏ⁾ by Faà di Bruno's formula, v⁗ = 0.
+    """
+
+    name = "gelu-tanh"
+
+    def derivative(self, k: int, t: Array) -> Array:
+        if k == 0:
+            return t * (self._composed(0, t) + 1.0) * 0.5
+        before = self._composed(k - 1, t)
+        return (t * self._composed(k, t) + (before + 1.0 if k == 1 else before * float(k))) * 0.5
+
+    @staticmethod
+    def _composed(k: int, t: Array) -> Array:
+        """Y⁽ᵏ⁾(t)."""
+        alpha, kappa, t2 = _near(2 / math.pi, t).sqrt(), 0.044715, t.square()
+        v = alpha * t * (t2 * kappa + 1.0)
+        y = [_tanh(j, v) for j in range(k + 1)]
+        if k == 0:
+            return y[0]
+        v1, v2, v3 = alpha * (t2 * kappa * 3.0 + 1.0), alpha * t * kappa * 6.0, alpha * kappa * 6.0
+        if k == 1:
+            return y[1] * v1
+        if k == 2:
+            return y[2] * v1.square() + y[1] * v2
+        if k == 3:
+            return y[3] * v1 * v1.square() + y[2] * v1 * v2 * 3.0 + y[1] * v3
+        v1_2, v2_2 = v1.square(), v2.square()
+        if k == 4:
+            return y[4] * v1_2.square() + y[3] * v1_2 * v2 * 6.0 + y[2] * (v2_2 * 3.0 + v1 * v3 * 4.0)
+        third = y[3] * (v1 * v2_2 * 15.0 + v1_2 * v3 * 10.0)
+        return y[5] * v1 * v1_2.square() + y[4] * v1 * v1_2 * v2 * 10.0 + third + y[2] * v2 * v3 * 10.0
+
+
+@final
+class Silu(SmoothActivation):
+    """t S(t) with S(t) = 1/(1 + e^-t): φ⁽ᵏ⁾ = t S⁽ᵏ⁾ + k S⁽ᵏ⁻¹⁾."""
+
+    name = "silu"
+
+    def derivative(self, k: int, t: Array) -> Array:
+        first = t * _logistic(k, t)
+        return first if k == 0 else first + _logistic(k - 1, t) * float(k)
+
+
+@final
+class Softplus(SmoothActivation):
+    """(log(1 + e^{st}) - c)/s, a smooth relu; c is 0, or log 2 so that φ(0) = 0.
+
+    Args:
+        sharpness: s.
+        centred: whether φ(0) = 0.
+    """
+
+    restricted = True
+
+    def __init__(self, sharpness: float = 1.0, *, centred: bool = False) -> None:
+        if not (math.isfinite(sharpness) and sharpness > 0):
+            raise InputError(f"sharpness is {sharpness!r}; expected a positive number")
+        self.sharpness, self.centred, self.unit = float(sharpness), centred, 1 / sharpness
+        self.name = ("centred-" if centred else "") + "softplus" + (f"({sharpness:g})" if sharpness != 1 else "")
+
+    def derivative(self, k: int, t: Array) -> Array:
+        s = self.sharpness
+        scaled = t * s
+        if k == 0:
+            # log(1 + e^t) = (t + |t|)/2 + log(1 + e^-|t|): the exponent does not overflow.
+            value = (scaled + scaled.abs()) * 0.5 + ((-scaled.abs()).exp() + 1.0).log()
+            return (value - lift(torch.tensor(2.0, dtype=torch.float64), t).log() if self.centred else value) / s
+        slope = _logistic(k - 1, scaled)
+        for _ in range(k - 1):
+            slope = slope * s
+        return slope
+
+
+@final
+class Relu(Activation):
+    """max(t, 0)."""
+
+    name = "relu"
+    restricted = True
+    all_slopes = (0.0, 1.0)
+
+    def value(self, t: Array) -> Array:
+        return t.clamp(min=0.0)
+
+    def slope(self, t: Array) -> Array:
+        return _where_positive(t, 0.0)
+
+    def slopes(self, low: Tensor, high: Tensor) -> Interval:
+        right = high > 0
+        return Interval(((low >= 0) & right).to(low), right.to(low))
+
+
+@final
+class Absolute(Activation):
+    """|t|."""
+
+    name = "abs"
+    all_slopes = (-1.0, 1.0)
+
+    def value(self, t: Array) -> Array:
+        return t.abs()
+
+    def slope(self, t: Array) -> Array:
+        return _where_positive(t, -1.0)
+
+    def slopes(self, low: Tensor, high: Tensor) -> Interval:
+        right = high > 0
+        return Interval(((low >= 0) & right).to(low) * 2 - 1, right.to(low) * 2 - 1)
+
+
+#: Every activation that needs no argument.
+activations: Registry[Activation] = Registry("activation")
+for _each in (Gelu(), GeluTanh(), Silu(), Tanh(), Softplus(), Softplus(centred=True), Relu(), Absolute()):
+    activations.add(_each.name)(_each)
+
+
+def _where_positive(t: Array, otherwise: float) -> Array:
+    middle = t.mid if isinstance(t, Ball) else t
+    return lift(torch.where(middle > 0, 1.0, otherwise).double(), t)
+
+
+def _near(x: float, like: Array) -> Array:
+    """A real number within 4 u of the float64 x, relatively, in the arithmetic of `like`."""
+    value = torch.tensor(x, dtype=torch.float64, device=like.device)
+    return Ball(value, value.abs() * 2.0**-51) if isinstance(like, Ball) else value.to(like)
+
+
+def _root(x: float, like: Array) -> Array:
+    return lift(torch.tensor(x, dtype=torch.float64), like).sqrt()

@@ -1,0 +1,276 @@
+"""A network at an input: where every piece stands, how far rounding may have led astray, and what is predicted.
+
+Evaluating a deep network in balls is sound but blind: radii grow with |W|, not with ‖W‖. Here each piece is evaluated
+in balls at the float64 tensor ũ_k alone, which gives its local defect d_k >= ‖f_k(ũ_k) - ũ_{k+1}‖_F, and the defects
+travel by gains (docs/math/network.md, Lemma 1):
+
+    r_{k+1} = L_k r_k + d_k >= ‖u_{k+1} - ũ_{k+1}‖_F,    L_k a bound of ‖Df_k‖ on the ball of radius r_k around ũ_k.
+
+Tangents and adjoints travel in the same way (Lemma 2), with one more term where Df_k is taken at ũ_k instead of u_k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from holdfast.bounds.arithmetic import Arithmetic, Numerical, Proved
+from holdfast.errors import InputError, MemoryLimitError
+from holdfast.linalg import Ball
+from holdfast.linalg.certified import GIB
+from holdfast.linalg.rounding import UNIT, as_ball, frobenius_upper
+from holdfast.network.base import LinearPiece
+from holdfast.network.curves import outward
+from holdfast.network.network import Network, Residual
+from holdfast.network.site import Site
+from holdfast.results import Guarantee
+
+_CHUNK = 2**22  # numbers that are pushed through a piece together
+_NEGLIGIBLE = 1e-11  # a relative error of a stage's output that no radius will feel
+
+
+@dataclass(frozen=True)
+class Enclosed:
+    """Tangents or adjoints (t, b, n, d) in float64, and a bound of their distance from the exact ones.
+
+    The bound is of the Frobenius norm, (b) over all t together or (t, b) for each.
+    """
+
+    value: Float64[Tensor, "t b n d"]
+    error: Tensor
+
+
+@final
+class Stage:
+    """One stage of the network at the centre: a chain of sites, v = f_P ∘ … ∘ f_1, giving v(u) or u + v(u)."""
+
+    def __init__(self, sites: Sequence[Site], skip: bool, a: Arithmetic[Any], memory_limit: float) -> None:
+        self.sites, self.skip, self._a, self._memory_limit = tuple(sites), skip, a, memory_limit
+
+    @property
+    def smooth(self) -> bool:
+        return all(site.smooth for site in self.sites)
+
+    @property
+    def linear(self) -> bool:
+        return not self.skip and all(isinstance(site.piece, LinearPiece) for site in self.sites)
+
+    def gain(self, rho: Float64[Tensor, "b e"]) -> Float64[Tensor, "b e"]:
+        """A bound of the stage's Jacobian on the ball of radius rho around its exact input."""
+        if not self.skip and len(self.sites) == 1:
+            return self.sites[0].gain(rho)
+        L, B = self._branch(rho)
+        plain = L + 1.0 if self.skip else L
+        return outward(torch.minimum(plain, self.norm + rho * B))
+
+    def curvature(self, rho: Float64[Tensor, "b e"]) -> Float64[Tensor, "b e"]:
+        """A bound of the stage's second derivative there; the identity beside the branch adds none."""
+        return self._branch(rho)[1]
+
+    def reach(self, rho: Float64[Tensor, "b e"]) -> Float64[Tensor, "b e"]:
+        """A bound of how far the stage's output moves; the only constant that a stage with a kink has."""
+        moved = rho
+        for site in self.sites:
+            moved = site.reach(moved)
+        if not self.skip:
+            return moved
+        plain = outward(rho + moved)
+        if not self.smooth:
+            return plain
+        bent = outward(self.norm * rho + rho.square() * self.curvature(rho) / 2)
+        return torch.minimum(plain, bent)
+
+    def _branch(self, rho: Tensor) -> tuple[Tensor, Tensor]:
+        """Gain and curvature of the chain: L ← L_p L, B ← β_p L² + L_p B."""
+        L, B = torch.ones_like(rho), torch.zeros_like(rho)
+        for site in self.sites:
+            gain = site.gain(rho)
+            B = outward(site.curvature(rho) * L.square() + gain * B)
+            L = outward(gain * L)
+            rho = site.reach(rho)
+        return L, B
+
+    @cached_property
+    def norm(self) -> Float64[Tensor, "b 1"]:
+        """A bound of the norm of the stage's Jacobian at its exact input."""
+        try:
+            unit = identity(self.sites[0].u, self._memory_limit)
+        except MemoryLimitError:
+            return torch.full_like(self.sites[0].r, torch.inf).unsqueeze(-1)
+        return matrix_norm(self._a, self.push(unit))
+
+    def push(self, tangents: Enclosed) -> Enclosed:
+        """The stage's Jacobian at its exact input, applied to tangents."""
+        out = tangents
+        for site in self.sites:
+            out = pushed(site, out)
+        return added(tangents, out) if self.skip else out
+
+
+@final
+class Centre:
+    """A network at a batch of inputs.
+
+    Args:
+        network: the classifier.
+        x: (b, n, d) the inputs; float32 or float64, taken as exact.
+        guarantee: "proved", or "numerical" for plain float64 and iterated norms.
+        memory_limit: bytes that one dense Jacobian, or one proved norm, may hold.
+
+    Attributes:
+        a: the arithmetic of what concerns no single piece; compositions keep there what they share.
+        stages: the stages where they stand.
+        prediction: (b) the class of the largest logit.
+        margins: (b, classes) lower bounds of f_y - f_j at the exact inputs; infinite for j = y.
+        margin: (b) the smallest of them.
+        pairs: (classes, b, 1, d) the rows w_y - w_j of the head, which are the margins' gradients at the features.
+    """
+
+    def __init__(
+        self, network: Network, x: Tensor, *, guarantee: Guarantee = "proved", memory_limit: float = 4 * GIB
+    ) -> None:
+        if x.ndim != 3 or not x.is_floating_point():
+            raise InputError(f"inputs have shape {tuple(x.shape)} and dtype {x.dtype}; expected floats (b, n, d)")
+        self.network, self.x, self.guarantee, self._memory_limit = network, x.detach().double(), guarantee, memory_limit
+        self.a = self.arithmetic()
+        with torch.no_grad():
+            self._walk()
+
+    @property
+    def proved(self) -> bool:
+        return self.guarantee == "proved"
+
+    def arithmetic(self) -> Arithmetic[Any]:
+        """A fresh arithmetic: it keeps what one piece has computed, so no two pieces share one."""
+        return Proved(self._memory_limit) if self.proved else Numerical()
+
+    def _walk(self) -> None:
+        u, r = self.x, torch.zeros(self.x.shape[0], dtype=torch.float64, device=self.x.device)
+        stages = []
+        for stage in self.network.stages:
+            skip = isinstance(stage, Residual)
+            v, e, local, sites = u, r, torch.zeros_like(r), []
+            for piece in stage.pieces if isinstance(stage, Residual) else (stage,):
+                site = Site(piece, v, e, self.first_order_radius, self.arithmetic())
+                v, defect = self._value(site)
+                if self.proved:
+                    e, local = outward(site.astray(e) + defect), outward(site.astray(local) + defect)
+                sites.append(site)
+            stages.append(Stage(sites, skip, self.arithmetic(), self._memory_limit))
+            u, r = self._joined(stages[-1], u, r, v, e, local) if skip else (v, e)
+        self.stages = tuple(stages)
+        self._decide(u, r)
+
+    def _value(self, site: Site) -> tuple[Tensor, Tensor]:
+        """A float64 tensor near f(ũ), and a bound of their distance."""
+        if not self.proved:
+            return site.piece.value(site.u), torch.zeros_like(site.r)
+        out = site.piece.value(Ball.exact(site.u))
+        return out.mid, frobenius_upper(out.rad)
+
+    def _joined(self, stage: Stage, u: Tensor, r: Tensor, v: Tensor, e: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
+        """U + v, where e bounds the error of v and `local` what it would be with r = 0."""
+        if not self.proved:
+            return u + v, r
+        out = Ball.exact(u) + v
+        astray = r + e
+        # The identity and the branch may cancel; worth a dense Jacobian only where the error is not yet negligible.
+        if stage.smooth and bool((astray > _NEGLIGIBLE * frobenius_upper(out.mid)).any()):
+            astray = torch.minimum(astray, stage.gain(r.unsqueeze(-1)).squeeze(-1) * r + local)
+        return out.mid, outward(astray + frobenius_upper(out.rad))
+
+    def _decide(self, z: Tensor, r: Tensor) -> None:
+        head, a = self.network.head, self.a
+        self.prediction = y = head.logits(z).argmax(-1)
+        W, c = a.lift(head.weight.to(z)), a.lift(head.bias.to(z))
+        differences = W[y].unsqueeze(-2) - W  # (b, classes, d)
+        value = as_ball((differences @ a.lift(z.mT)).squeeze(-1) + (c[y].unsqueeze(-1) - c))
+        D = as_ball(differences)
+        lengths = frobenius_upper(D.mid, (-1,)) + frobenius_upper(D.rad, (-1,))
+        own = torch.nn.functional.one_hot(y, len(head.bias)).bool()
+        self.margins = (value - outward(lengths * r.unsqueeze(-1))).lower.masked_fill(own, torch.inf)
+        self.margin = self.margins.amin(-1)
+        self.pairs = Enclosed(D.mid.movedim(1, 0).unsqueeze(-2), frobenius_upper(D.rad, (-1,)).mT)
+
+    # -- derivatives at the exact input
+
+    def identity(self, stage: int) -> Enclosed:
+        """The unit directions at the input of a stage."""
+        return identity(self.stages[stage].sites[0].u, self._memory_limit)
+
+    def norm(self, tangents: Enclosed) -> Float64[Tensor, "b 1"]:
+        """A bound of the norm of each input's matrix, whose rows are the tangents."""
+        return matrix_norm(self.a, tangents)
+
+    @cached_property
+    def first_order_radius(self) -> Float64[Tensor, " b"]:
+        """An estimate, at which a search begins: the lead over each of two other classes divided by its slope."""
+        x = self.x.clone().requires_grad_()
+        with torch.enable_grad():
+            top = self.network(x).topk(min(3, len(self.network.head.bias)), -1).values
+            leads = top[:, :1] - top[:, 1:]
+            slopes = [torch.autograd.grad(lead.sum(), x, retain_graph=True)[0] for lead in leads.unbind(-1)]
+        radii = leads.detach() / torch.stack([torch.linalg.vector_norm(slope, dim=(-2, -1)) for slope in slopes], -1)
+        least = radii.amin(-1)
+        return torch.where(torch.isfinite(least) & (least > 0), least, 1.0)
+
+
+def identity(u: Float64[Tensor, "b n d"], memory_limit: float) -> Enclosed:
+    """The n d unit directions at u, for every input of the batch."""
+    b, n, d = u.shape
+    need = 8.0 * 6 * b * (n * d) ** 2
+    if need > memory_limit:
+        raise MemoryLimitError(
+            f"the Jacobian of {b} inputs of {n} x {d} numbers needs about {need / GIB:.1f} GiB and the limit is "
+            f"{memory_limit / GIB:.1f} GiB; raise memory_limit, or certify fewer inputs at once"
+        )
+    eye = torch.eye(n * d, dtype=torch.float64, device=u.device).reshape(n * d, 1, n, d)
+    return Enclosed(eye.expand(n * d, b, n, d), torch.zeros(b, dtype=torch.float64, device=u.device))
+
+
+def matrix_norm(a: Arithmetic[Any], tangents: Enclosed) -> Float64[Tensor, "b 1"]:
+    """A bound of the norm of each input's matrix, whose rows are the tangents."""
+    matrices = tangents.value.flatten(-2, -1).movedim(0, 1)
+    return outward(a.number(a.matrix_norm(a.lift(matrices))) + tangents.error).unsqueeze(-1)
+
+
+def lengths(adjoints: Enclosed) -> Float64[Tensor, "b classes 1"]:
+    """Bounds of the lengths of adjoints (classes, b, n, d)."""
+    return outward(frobenius_upper(adjoints.value) + adjoints.error).mT.unsqueeze(-1)
+
+
+def pushed(site: Site, tangents: Enclosed) -> Enclosed:
+    """Df(u) applied to tangents."""
+    return _applied(site, site.smooth_piece.push, tangents, (0, 2, 3))
+
+
+def pulled(site: Site, adjoints: Enclosed) -> Enclosed:
+    """Df(u)ᵀ applied to adjoints, each with its own error."""
+    return _applied(site, site.smooth_piece.pull, adjoints, (2, 3))
+
+
+def added(left: Enclosed, right: Enclosed) -> Enclosed:
+    """The sum of tangents, or of adjoints."""
+    value = left.value + right.value
+    rounding = frobenius_upper(value, (0, 2, 3) if left.error.ndim == 1 else (2, 3)) * (2 * UNIT)
+    return Enclosed(value, outward(left.error + right.error + rounding))
+
+
+def _applied(site: Site, apply: Callable[[Any, Any], Any], t: Enclosed, dims: tuple[int, ...]) -> Enclosed:
+    """A linear map that depends on u, taken at ũ: the local defect, the distance of ũ from u, the error so far."""
+    b, n, d = site.u.shape
+    chunks = torch.split(t.value, max(1, _CHUNK // (b * n * max(n, d))))
+    if not site.proved:
+        return Enclosed(torch.cat([apply(site.u, chunk) for chunk in chunks]), t.error)
+    u = Ball.exact(site.u)
+    balls = [apply(u, Ball.exact(chunk)) for chunk in chunks]
+    value, rad = torch.cat([ball.mid for ball in balls]), torch.cat([ball.rad for ball in balls])
+    turned = site.curvature_here * site.r * frobenius_upper(t.value, dims)
+    error = frobenius_upper(rad, dims) + turned + site.gain_here * t.error
+    return Enclosed(value, outward(error))

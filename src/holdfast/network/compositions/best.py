@@ -1,0 +1,45 @@
+"""The largest radius of all compositions."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from holdfast.errors import MemoryLimitError, NotApplicableError
+from holdfast.network.centre import Centre
+from holdfast.network.compositions.base import Method, Radii, compositions, register_composition
+from holdfast.network.network import Network
+
+
+@final
+@register_composition
+class BestComposition(Method):
+    """The largest radius of every composition that applies, and which one it was."""
+
+    name = "best"
+    cost = "that of all others; what they have in common is computed once"
+    reference = "holdfast"
+
+    def refusal(self, network: Network) -> str | None:
+        return None
+
+    def __call__(self, centre: Centre, beyond: Float64[Tensor, " b"] | None = None) -> Radii:
+        found: list[Radii] = []
+        notes: list[str] = []
+        # The later ones reach farther as a rule; the others then only have to show that they do not.
+        for method in reversed(compositions.values()):
+            if method is self:
+                continue
+            try:
+                found.append(method(centre, beyond))
+            except (MemoryLimitError, NotApplicableError) as reason:
+                notes.append(str(reason))
+            else:
+                beyond = found[-1].radius if beyond is None else torch.maximum(beyond, found[-1].radius)
+        radius, winner = torch.stack([one.radius for one in found]).max(0)
+        margin = torch.stack([one.margin for one in found]).gather(0, winner.unsqueeze(0)).squeeze(0)
+        methods = tuple(found[which].methods[i] for i, which in enumerate(winner.tolist()))
+        return Radii(radius, margin, methods, tuple(notes))

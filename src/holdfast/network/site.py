@@ -1,0 +1,135 @@
+"""A piece where it stands: its constants on balls around the exact input that it gets there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from holdfast.bounds.arithmetic import Arithmetic
+from holdfast.errors import NotApplicableError
+from holdfast.linalg.rounding import frobenius_upper
+from holdfast.network.attention import Attention
+from holdfast.network.base import LinearPiece, Piece, SmoothPiece
+from holdfast.network.curves import BEYOND, ZERO, Curve, Grid, outward
+
+
+@final
+class Site:
+    """One piece f at its nominal input ũ, which is a float64 tensor within r of the exact input u.
+
+    Radii rho (b, e) are of balls around u; the constants are those of the ball of radius rho + r around ũ, which holds
+    it. All of them are tensors, rounded up where the arithmetic is proved.
+
+    Args:
+        piece: f.
+        u: (b, n, d) ũ.
+        r: (b) r >= ‖u - ũ‖_F.
+        scale: (b) a radius of interest, on which the grid of radii is built.
+        a: the arithmetic; it serves this site alone.
+    """
+
+    def __init__(
+        self,
+        piece: Piece,
+        u: Float64[Tensor, "b n d"],
+        r: Float64[Tensor, " b"],
+        scale: Float64[Tensor, " b"],
+        a: Arithmetic[Any],
+    ) -> None:
+        self.piece, self.u, self.r, self.a = piece, u, r, a
+        # Attention's own bounds cost many norms: they are asked for only where the derivatives at u say little.
+        self._patience = 0.25 if isinstance(piece, Attention) else -1.0
+        # Nothing is to be hoped for on balls larger than their centre, and much would be computed in vain.
+        limit = torch.full_like(r, torch.inf) if isinstance(piece, LinearPiece) else 1 + frobenius_upper(u)
+        grid = Grid(scale, limit)
+        self._grid = grid
+        self._reach = Curve(grid, self._own_reach)
+        if isinstance(piece, SmoothPiece):
+            self._gain = Curve(grid, self._around(piece.gain))
+            self._curvature = Curve(grid, self._around(piece.curvature))
+
+    @property
+    def smooth(self) -> bool:
+        return isinstance(self.piece, SmoothPiece)
+
+    @property
+    def smooth_piece(self) -> SmoothPiece:
+        """The piece, where it has derivatives."""
+        if not isinstance(self.piece, SmoothPiece):
+            raise NotApplicableError(f"{type(self.piece).__name__} has a kink: it has no derivative to use")
+        return self.piece
+
+    @property
+    def proved(self) -> bool:
+        return self.a.guarantee == "proved"
+
+    def gain(self, rho: Float64[Tensor, "b e"]) -> Float64[Tensor, "b e"]:
+        """A bound of ‖Df‖ on the ball: ‖Df(u)‖ + rho β(rho), or the piece's own."""
+        level = self._grid.level(rho)
+        here = self.gain_here.unsqueeze(-1)
+        drift = rho * self._curvature(level)
+        own = self._gain(torch.where(drift <= self._patience * here, BEYOND, level))
+        return outward(torch.minimum(here + drift, own))
+
+    @property
+    def gain_here(self) -> Float64[Tensor, " b"]:
+        """A bound of ‖Df‖ between u and ũ."""
+        return self._gain(self._here).squeeze(-1)
+
+    @property
+    def curvature_here(self) -> Float64[Tensor, " b"]:
+        """A bound of ‖D²f‖ between u and ũ."""
+        return self._curvature(self._here).squeeze(-1)
+
+    def astray(self, r: Float64[Tensor, " b"]) -> Float64[Tensor, " b"]:
+        """A bound of ‖f(w) - f(ũ)‖ for ‖w - ũ‖ <= r, where r is at most the distance that the site allows for."""
+        if not bool((r > 0).any()):
+            return r
+        if self.smooth:
+            return self.gain_here * r
+        return self.a.number(self.piece.reach(self.a, self.u, self.a.lift(r.unsqueeze(-1)))).squeeze(-1)
+
+    @property
+    def _here(self) -> Tensor:
+        return torch.full_like(self.r, ZERO, dtype=torch.int64).unsqueeze(-1)
+
+    def curvature(self, rho: Float64[Tensor, "b e"]) -> Float64[Tensor, "b e"]:
+        """A bound of ‖D²f[g, g]‖ on the ball, for unit g."""
+        return self._curvature(self._grid.level(rho))
+
+    def reach(self, rho: Float64[Tensor, "b e"]) -> Float64[Tensor, "b e"]:
+        """A bound of ‖f(u + δ) - f(u)‖: from both derivatives, or the piece's own.
+
+        The latter is taken on the next ball of the grid, or on the one before it with the gain from there on.
+        """
+        if not self.smooth:
+            known = torch.isfinite(rho)
+            return torch.where(known, self._own_reach(torch.where(known, rho, 0.0)), torch.inf)
+        level = self._grid.level(rho)
+        linear, bent = self.gain_here.unsqueeze(-1) * rho, rho.square() * self._curvature(level) / 2
+        level = torch.where(bent <= self._patience * linear, BEYOND, level)
+        lower = torch.where(level == BEYOND, BEYOND, level - 1)
+        gain = self.gain(rho)
+        onward = self._reach(lower) + (rho - self._grid.radius(lower)) * gain
+        own = torch.minimum(self._reach(level), torch.where(level == BEYOND, torch.inf, onward))
+        return outward(torch.minimum(torch.minimum(linear + bent, rho * gain), own))
+
+    def _around(self, constant: Callable[[Arithmetic[Any], Tensor, Any], Any]) -> Callable[[Tensor], Tensor]:
+        """The constant as a function of the radius around the exact input."""
+
+        def evaluate(rho: Tensor) -> Tensor:
+            radii = outward(rho + self.r.unsqueeze(-1)) if bool((self.r > 0).any()) else rho
+            return self.a.number(constant(self.a, self.u, self.a.lift(radii)))
+
+        return evaluate
+
+    def _own_reach(self, rho: Float64[Tensor, "b e"]) -> Float64[Tensor, "b e"]:
+        """‖f(u + δ) - f(u)‖ <= ‖f(u + δ) - f(ũ)‖ + ‖f(ũ) - f(u)‖."""
+        moved = self._around(self.piece.reach)
+        if not bool((self.r > 0).any()):
+            return moved(rho)
+        return outward(moved(rho) + moved(torch.zeros_like(rho[..., :1])))
