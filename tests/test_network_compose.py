@@ -104,7 +104,7 @@ class Case:
     weight: float = 1.0
     row: float = 1.0
 
-    def draw(self, seed: int, b: int = 3) -> tuple[Network, Tensor]:
+    def draw(self, seed: int, b: int = 2) -> tuple[Network, Tensor]:
         generator = torch.Generator().manual_seed(seed)
 
         def gaussian(*shape: int) -> Tensor:
@@ -135,7 +135,8 @@ class Case:
 
 
 KINDS = ("post", "pre", "kink", "kinked branch")
-CASES = [Case(kind, weight, row) for kind in KINDS for weight, row in ((1.0, 1.0), (2.0, 3.0))]
+EASY = [(Case(kind), 0) for kind in KINDS]
+HARD = [(Case(kind, weight, row), seed) for kind in KINDS for weight, row, seed in ((1.0, 1.0, 1), (2.0, 3.0, 2))]
 
 
 def smallest_margin(network: Network, x: Tensor, y: Tensor) -> Tensor:
@@ -179,8 +180,9 @@ def solve(case: Case, seed: int) -> Solved:
     return Solved(network, centre, curves, {name: compositions[name](centre).radius for name in names})
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("case", "seed"), [*EASY, *(pytest.param(*hard, marks=pytest.mark.slow) for hard in HARD)], ids=str
+)
 class TestSoundness:
     def test_no_attack_comes_nearer_than_a_radius(self, case: Case, seed: int) -> None:
         s = solve(case, seed)
@@ -199,7 +201,7 @@ class TestSoundness:
             assert all(bool((far <= near).all()) for near, far in itertools.pairwise(values)), name
 
 
-@pytest.mark.parametrize("kind", [pytest.param("post", marks=pytest.mark.slow), "pre", "kink"])
+@pytest.mark.parametrize("kind", ["pre", pytest.param("kink", marks=pytest.mark.slow)])
 def test_a_batch_is_its_members(kind: str) -> None:
     s = solve(Case(kind), 0)
     alone = Centre(s.network, s.centre.x[1:2], guarantee="numerical")
@@ -208,7 +210,7 @@ def test_a_batch_is_its_members(kind: str) -> None:
         torch.testing.assert_close(compositions[name](alone).radius, radius[1:2], rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["pre", pytest.param("post", marks=pytest.mark.slow), "kinked branch"])
+@pytest.mark.parametrize("kind", [pytest.param("pre", marks=pytest.mark.slow), "post", "kinked branch"])
 def test_proved_is_just_below_numerical(kind: str) -> None:
     network, x = Case(kind).draw(4, b=1)
     numerical, proved = (Centre(network, x, guarantee=g) for g in ("numerical", "proved"))
@@ -316,7 +318,7 @@ def test_tangents_and_adjoints_are_enclosed() -> None:
 def test_a_tie_is_not_decided() -> None:
     network, x = Case("post").draw(0, b=1)
     head = Head(network.head.weight[:1].expand(2, -1), network.head.bias[:1].expand(2))
-    (record,) = certify_inputs(Network(network.stages, head), x)
+    (record,) = certify_inputs(Network(network.stages, head), x, method="layerwise")
     assert not record.decided
     assert record.margin <= 0
     assert record.radius == 0
@@ -396,7 +398,7 @@ def transformer(seed: int) -> tuple[Network, Tensor]:
     attention = Attention(AttentionLayer(*weights, gaussian(2, 3, 6) / 6**0.5, b_q=gaussian(2, 3)))
     mlp = Mlp(gaussian(6, 8) / 6**0.5, gaussian(8), activations["gelu"], gaussian(8, 6) / 8**0.5, gaussian(6))
     stages = [Residual((norm(), attention)), Residual((norm(), mlp)), norm(), ClassToken()]
-    return Network(stages, Head(gaussian(3, 6), gaussian(3)), "encoder"), gaussian(2, 4, 6)
+    return Network(stages, Head(gaussian(3, 6), gaussian(3)), "encoder"), gaussian(1, 4, 6)
 
 
 def test_a_transformer_is_certified() -> None:
@@ -409,7 +411,8 @@ def test_a_transformer_is_certified() -> None:
 
 def test_section_seven_networks_are_certified_almost_to_the_attack() -> None:
     measured = networks.measure(networks.Setting(2, 1.0, 0), 1, "numerical")
-    assert 0.9 < measured.ratio("margin-gradient") <= 1
-    assert measured.radius("lofast") < measured.radius("margin-gradient")
+    (ratio,) = measured.ratios("margin-gradient")
+    assert 0.9 < ratio <= 1
+    assert measured.ratios("lofast")[0] < ratio
     assert "margin-gradient" in networks.table([measured]).columns[5].header
     assert measured.to_dict()["setting"] == {"layers": 2, "weight": 1.0, "seed": 0}

@@ -73,10 +73,10 @@ class _Perceptron(Piece):
 
     @final
     def value(self, u: Array) -> Array:
-        out = self.activation.value(self._before(u)) @ weight(self.w2, u) + weight(self.b2, u)
+        out = self.activation.value(self.before(u)) @ weight(self.w2, u) + weight(self.b2, u)
         return out + u * self.residual if self.residual else out
 
-    def _before(self, u: Array) -> Array:
+    def before(self, u: Array) -> Array:
         """(…, n, units) the pre-activations."""
         return u @ weight(self.w1, u) + weight(self.b1, u)
 
@@ -84,7 +84,7 @@ class _Perceptron(Piece):
 
     def _secants(self, a: Arithmetic[Array], u: Tensor, rho: Array, *, shared: bool) -> _Secants[Array]:
         """Slopes on the ball: from c = φ'(t), good if that is small, and from one c for all units."""
-        t = self._before(a.lift(u))
+        t = self.before(a.lift(u))
         low, high = self._interval(a, t, rho)
         reached = self.activation.slopes(low, high)
         here, middle = self.activation.slope(t), number(sum(self.activation.all_slopes) / 2, t)
@@ -157,24 +157,30 @@ class Mlp(_Perceptron, SmoothPiece):
     def _check_kind(self, activation: Activation) -> None:
         if not isinstance(activation, SmoothActivation):
             raise InputError(f"activation {activation.name!r} has a kink; a smooth one is expected: use KinkedMlp")
-        self._phi = activation
+        self.smooth_activation = activation
 
     # -- derivatives
 
     def push(self, u: Array, a: Array) -> Array:
-        moved = self._phi.derivative(1, self._before(u)) * (a @ weight(self.w1, u)) @ weight(self.w2, u)
+        moved = self.smooth_activation.derivative(1, self.before(u)) * (a @ weight(self.w1, u)) @ weight(self.w2, u)
         return moved + a * self.residual if self.residual else moved
 
     def pull(self, u: Array, c: Array) -> Array:
-        moved = self._phi.derivative(1, self._before(u)) * (c @ weight(self.w2.mT, u)) @ weight(self.w1.mT, u)
+        moved = (
+            self.smooth_activation.derivative(1, self.before(u)) * (c @ weight(self.w2.mT, u)) @ weight(self.w1.mT, u)
+        )
         return moved + c * self.residual if self.residual else moved
 
     def push2(self, u: Array, a: Array, b: Array) -> Array:
         w1 = weight(self.w1, u)
-        return self._phi.derivative(2, self._before(u)) * (a @ w1) * (b @ w1) @ weight(self.w2, u)
+        return self.smooth_activation.derivative(2, self.before(u)) * (a @ w1) * (b @ w1) @ weight(self.w2, u)
 
     def pull2(self, u: Array, c: Array, a: Array) -> Array:
-        bent = self._phi.derivative(2, self._before(u)) * (a @ weight(self.w1, u)) * (c @ weight(self.w2.mT, u))
+        bent = (
+            self.smooth_activation.derivative(2, self.before(u))
+            * (a @ weight(self.w1, u))
+            * (c @ weight(self.w2.mT, u))
+        )
         return bent @ weight(self.w1.mT, u)
 
     # -- on a ball
@@ -196,9 +202,9 @@ class Mlp(_Perceptron, SmoothPiece):
 
     def _curvatures(self, a: Arithmetic[Array], u: Tensor, rho: Array) -> Array:
         """(…, e, n) β for every token: from φ'' at the centre and its drift, or from the largest |φ''|."""
-        t = self._before(a.lift(u))
+        t = self.before(a.lift(u))
         low, high = self._interval(a, t, rho)
-        reached, here = self._phi.range(2, low, high), self._phi.derivative(2, t)
+        reached, here = self.smooth_activation.range(2, low, high), self.smooth_activation.derivative(2, t)
         lengths = a.number(frobenius(weight(self.w1, t), (-2,)))
         every = self._drift(a, up(reached.magnitude * lengths), shared=False)
         if math.prod(t.shape[-2:]) * len(self.b2) > _ENTRIES:

@@ -62,41 +62,41 @@ class Normalisation(SmoothPiece):
 
     @final
     def value(self, u: Array) -> Array:
-        p = self._parts(u)
+        p = self.parts(u)
         return p.gamma * p.N + weight(self.beta, u)
 
     @final
     def push(self, u: Array, a: Array) -> Array:
-        p, h = self._parts(u), self._centred(a)
+        p, h = self.parts(u), self.centred(a)
         return p.gamma * (h - p.N * (_dot(p.N, h) / p.m)) / p.s
 
     @final
     def pull(self, u: Array, c: Array) -> Array:
-        p = self._parts(u)
-        C = self._centred(p.gamma * c)
+        p = self.parts(u)
+        C = self.centred(p.gamma * c)
         return (C - p.N * (_dot(p.N, C) / p.m)) / p.s
 
     @final
     def push2(self, u: Array, a: Array, b: Array) -> Array:
-        p, h, k = self._parts(u), self._centred(a), self._centred(b)
+        p, h, k = self.parts(u), self.centred(a), self.centred(b)
         Nh, Nk = _dot(p.N, h), _dot(p.N, k)
         bent = h * Nk + k * Nh + p.N * (_dot(h, k) - Nh * Nk * 3.0 / p.m)
         return -(p.gamma * bent) / (p.m * p.s.square())
 
     @final
     def pull2(self, u: Array, c: Array, a: Array) -> Array:
-        p, h = self._parts(u), self._centred(a)
-        C = self._centred(p.gamma * c)
+        p, h = self.parts(u), self.centred(a)
+        C = self.centred(p.gamma * c)
         Nh, NC = _dot(p.N, h), _dot(p.N, C)
         bent = p.N * (_dot(C, h) - Nh * NC * 3.0 / p.m) + C * Nh + h * NC
         return -bent / (p.m * p.s.square())
 
-    def _centred(self, x: Array) -> Array:
+    def centred(self, x: Array) -> Array:
         """x̃: an orthogonal projection of every token."""
         return x - x.sum(-1, keepdim=True) / float(x.shape[-1]) if self._is_centred else x
 
-    def _parts(self, u: Array) -> _Parts[Array]:
-        x, m = self._centred(u), self._length(u)
+    def parts(self, u: Array) -> _Parts[Array]:
+        x, m = self.centred(u), self._length(u)
         variance = _dot(x, x) / m
         s = (variance + self._kappa).sqrt()
         return _Parts(x / s, s, variance.sqrt(), m, weight(self.gamma, u))
@@ -106,14 +106,14 @@ class Normalisation(SmoothPiece):
     @final
     def gain(self, a: Arithmetic[Array], u: Tensor, rho: Array) -> Array:
         """The largest over tokens of min(|γ|∞/s(ρ), ‖Df(u)‖ + ρ β(ρ))."""
-        p = self._parts(a.lift(u))
+        p = self.parts(a.lift(u))
         near = self._slope(a, p).unsqueeze(-2) + rho.unsqueeze(-1) * self._curvatures(p, rho)
         return near.minimum(self._steepest(p, rho)).amax(-1)
 
     @final
     def curvature(self, a: Arithmetic[Array], u: Tensor, rho: Array) -> Array:
         """The largest over tokens of √(4/3) |γ|∞/(√m s(ρ)²)."""
-        return self._curvatures(self._parts(a.lift(u)), rho).amax(-1)
+        return self._curvatures(self.parts(a.lift(u)), rho).amax(-1)
 
     @final
     def reach(self, a: Arithmetic[Array], u: Tensor, rho: Array) -> Array:
@@ -123,7 +123,7 @@ class Normalisation(SmoothPiece):
         τ ‖x̂‖ <= ‖x̂‖ is seen from the origin under an angle of at most arcsin τ; so the chord between the two
         directions is at most τ k, k² = 2/(1 + √(1 - τ²)). Farther away it is at most 2 <= 2τ.
         """
-        p, r = self._parts(a.lift(u)), rho.unsqueeze(-1)
+        p, r = self.parts(a.lift(u)), rho.unsqueeze(-1)
         s = _beside_radii(p.s)
         tau = r / (s * p.m.sqrt())
         cosine = (-tau.clamp(max=1.0).square() + 1.0).clamp(min=0.0).sqrt()
@@ -153,7 +153,7 @@ class Normalisation(SmoothPiece):
         d, s = p.N.shape[-1], p.s.squeeze(-1)
         if d > _EXACT_WIDTH:
             return _largest(p) / s
-        P = self._centred(lift(torch.eye(d, dtype=torch.float64), p.N))
+        P = self.centred(lift(torch.eye(d, dtype=torch.float64), p.N))
         return a.matrix_norm(p.gamma * (P - p.N.unsqueeze(-1) * p.N.unsqueeze(-2) / p.m)) / s
 
 

@@ -114,7 +114,7 @@ class Site:
         level = torch.where(bent <= self._patience * linear, BEYOND, level)
         lower = torch.where(level == BEYOND, BEYOND, level - 1)
         gain = self.gain(rho)
-        onward = self._reach(lower) + (rho - self._grid.radius(lower)) * gain
+        onward = self._reach(lower) + (rho - self._grid.radius(lower)).clamp(min=0) * gain
         own = torch.minimum(self._reach(level), torch.where(level == BEYOND, torch.inf, onward))
         return outward(torch.minimum(torch.minimum(linear + bent, rho * gain), own))
 

@@ -8,7 +8,8 @@ of variance 1/d; tokens are Gaussian, scaled to length 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -77,27 +78,23 @@ class Measurement:
 
     setting: Setting
     guarantee: Guarantee
-    attack: list[float]
+    attack: list[float | None]  # None where no change of answer was found
     radii: dict[str, list[float]]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
         return asdict(self)
 
-    def ratio(self, method: str) -> float:
-        """The mean over the inputs of certified / attacked."""
-        return sum(r / a for r, a in zip(self.radii[method], self.attack, strict=True)) / len(self.attack)
-
-    def radius(self, method: str) -> float:
-        """The mean certified radius."""
-        return sum(self.radii[method]) / len(self.attack)
+    def ratios(self, method: str) -> list[float]:
+        """Certified / attacked for the inputs whose answer an attack has changed."""
+        return [r / a for r, a in zip(self.radii[method], self.attack, strict=True) if a is not None]
 
 
 def measure(setting: Setting, inputs: int, guarantee: Guarantee) -> Measurement:
     """Certifies and attacks the inputs of one random network."""
     network, x = draw(setting, inputs)
     centre = Centre(network, x, guarantee=guarantee)
-    attack = MinimalAttack()(network, x, centre.prediction, seed=setting.seed)
+    attack = MinimalAttack(restarts=5, steps=60)(network, x, centre.prediction, seed=setting.seed)
     radii: dict[str, list[float]] = {}
     for method in compositions.values():
         if method.name == "best":
@@ -109,7 +106,8 @@ def measure(setting: Setting, inputs: int, guarantee: Guarantee) -> Measurement:
         if guarantee == "proved" and bool((found > attack.radius).any()):
             raise SoundnessError(f"{method.name} certifies more than an attack leaves: {setting.title}; please report")
         radii[method.name] = found.tolist()
-    return Measurement(setting, guarantee, attack.radius.tolist(), radii)
+    nearest = [radius if math.isfinite(radius) else None for radius in attack.radius.tolist()]
+    return Measurement(setting, guarantee, nearest, radii)
 
 
 def table(measurements: Sequence[Measurement]) -> Table:
@@ -122,12 +120,15 @@ def table(measurements: Sequence[Measurement]) -> Table:
     for column in ("layers", "|W|", *names, "attack"):
         made.add_column(column, justify="right")
     for (layers, weight), rows in groups.items():
-        cells = [f"{_mean(r.radius(m) for r in rows):.3g} ({_mean(r.ratio(m) for r in rows):.3f})" for m in names]
-        attack = _mean(sum(r.attack) / len(r.attack) for r in rows)
+        cells = []
+        for name in names:
+            radius = _mean(radius for row in rows for radius in row.radii[name])
+            cells.append(f"{radius:.3g} ({_mean(ratio for row in rows for ratio in row.ratios(name)):.3f})")
+        attack = _mean(radius for row in rows for radius in row.attack if radius is not None)
         made.add_row(str(layers), f"{weight:g}", *cells, f"{attack:.3g}")
     return made
 
 
-def _mean(values: Any) -> float:
+def _mean(values: Iterable[float]) -> float:
     found = list(values)
-    return float(sum(found) / len(found))
+    return sum(found) / len(found) if found else math.nan

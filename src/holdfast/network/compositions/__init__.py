@@ -7,6 +7,7 @@ from holdfast.network.compositions.lofast import LofastComposition
 from holdfast.network.compositions.layerwise import Layerwise
 from holdfast.network.compositions.end_to_end import EndToEnd
 from holdfast.network.compositions.margin_gradient import MarginGradient
+from holdfast.network.compositions.telescoped import Telescoped
 from holdfast.network.compositions.best import BestComposition
 from holdfast.network.compositions.certify import Certified, certify_inputs
 # isort: on
@@ -20,6 +21,7 @@ __all__ = [
     "LofastComposition",
     "MarginGradient",
     "Radii",
+    "Telescoped",
     "certify_inputs",
     "compositions",
     "register_composition",

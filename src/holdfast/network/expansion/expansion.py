@@ -19,7 +19,8 @@ from holdfast.linalg.rounding import UNIT, frobenius_upper, gamma
 from holdfast.network.attention import Attention
 from holdfast.network.base import LinearPiece, Piece
 from holdfast.network.expansion.attention import LocalAttention
-from holdfast.network.expansion.directions import Directions, Triples
+from holdfast.network.expansion import forms
+from holdfast.network.expansion.directions import Directions
 from holdfast.network.expansion.local import Local
 from holdfast.network.expansion.normalisation import LocalNormalisation
 from holdfast.network.expansion.norms import gram_norm
@@ -27,8 +28,6 @@ from holdfast.network.expansion.perceptron import LocalPerceptron
 from holdfast.network.mlp import Mlp
 from holdfast.network.network import Network, Residual
 from holdfast.network.norms import Normalisation
-
-_CHUNK = 2**21  # numbers of a stack of third-order jets
 
 
 def refusal(network: Network) -> str | None:
@@ -81,127 +80,121 @@ class Passage:
 
 @final
 class Expansion:
-    """A network at a batch of inputs, to the order K.
+    """A network at a batch of inputs: margins as cubic polynomials, and a bound of what these leave out.
 
     Args:
         network: the classifier.
         x: (b, n, d) float64.
-        order: K = 2 or 3.
 
     Attributes:
-        slopes: (p, b, classes) first derivatives of the logits; likewise `bends` (pairs, …), `twists` (triples, …).
+        prediction: (b) the class y.
+        margins: (b, classes) lower bounds of f_y - f_j at the features' float64 values.
+        gradient: (b, classes, p) of the margins; zero for j = y.
+        hessian: (b, classes, p, p).
+        twist: (b, classes, p, p, p) third derivatives.
     """
 
-    def __init__(self, network: Network, x: Float64[Tensor, "b n d"], order: int) -> None:
+    def __init__(self, network: Network, x: Float64[Tensor, "b n d"]) -> None:
         reason = refusal(network)
         if reason is not None:
             raise NotApplicableError(f"{network.name} cannot be expanded: {reason}")
-        self.x, self.order = x, order
+        self.x = x
         self.directions = Directions(x.shape[-2] * x.shape[-1], x.device)
         self._head = network.head
-        self.spots: list[Spot] = []
-        self._values(network)
-        self._jets()
-        self._passages()
+        self._walk_values(network)
+        self._walk_jets()
+        self._walk_back()
 
     # -- values, and the local error of each
 
-    def _values(self, network: Network) -> None:
+    def _walk_values(self, network: Network) -> None:
         u = self.x
+        self.spots: list[Spot] = []
         for stage in network.stages:
+            branch = isinstance(stage, Residual)
             pieces = stage.pieces if isinstance(stage, Residual) else (stage,)
             v = u
             for k, piece in enumerate(pieces):
-                residual = isinstance(stage, Residual)
-                spot = Spot(piece, v, self._local(piece, v), residual and k == 0, residual and k == len(pieces) - 1)
+                spot = Spot(piece, v, self._local(piece, v), branch and k == 0, branch and k == len(pieces) - 1)
                 out = piece.value(Ball.exact(v))
                 v, defect = out.mid, frobenius_upper(out.rad)
                 if spot.joins:
                     total = Ball.exact(u) + v
                     v, defect = total.mid, defect + frobenius_upper(total.rad)
-                spot.defects.append(defect)
+                spot.defects = [defect, *(torch.zeros_like(defect) for _ in range(3))]
                 self.spots.append(spot)
             u = v
         self.features = u
 
     def _local(self, piece: Piece, u: Tensor) -> Local | None:
         if isinstance(piece, Attention):
-            return LocalAttention(piece, u, self.directions, self.order)
+            return LocalAttention(piece, u, self.directions)
         if isinstance(piece, Mlp):
-            return LocalPerceptron(piece, u, self.directions, self.order)
+            return LocalPerceptron(piece, u, self.directions)
         if isinstance(piece, Normalisation):
-            return LocalNormalisation(piece, u, self.directions, self.order)
+            return LocalNormalisation(piece, u, self.directions)
         return None
 
     # -- jets
 
-    def _jets(self) -> None:
-        b, n, d = self.x.shape
-        p, order = self.directions.p, self.order
+    def _walk_jets(self) -> None:
+        (b, n, d), p = self.x.shape, self.directions.p
+        W = self._head.weight.to(self.x)
+        self.prediction = y = self._head.logits(self.features).argmax(-1)
+        rows = Ball.exact(W[y]).unsqueeze(-2) - W  # (b, classes, d): the margins as functions of the features
+        c = Ball.exact(self._head.bias.to(self.x))
+        value = (rows @ Ball.exact(self.features.mT)).squeeze(-1) + (c[y].unsqueeze(-1) - c)
+        self._rows, self.margins = rows.mid, value.lower
+        self._off = frobenius_upper(rows.rad, (-1,))  # (b, classes)
         unit = torch.eye(p, dtype=torch.float64, device=self.x.device).reshape(p, 1, n, d).expand(p, b, n, d)
-        self.slopes = self._logits(self._walk(unit, 1))
-        self.bends = self._logits(self._walk(None, 2))
-        if order == 3:
-            chunk = max(64, _CHUNK // (b * max(spot.u.shape[-2] * spot.u.shape[-1] for spot in self.spots)))
-            self.twists = torch.cat([self._logits(self._walk(None, 3, at)) for at in self.directions.triples(chunk)])
+        J, H = self._jets_at_features(unit, 1), self._jets_at_features(None, 2)
         for spot in self.spots:
             if spot.curved is not None:
-                own = spot.curved.defects()
-                spot.defects = [spot.defects[0], *(x + y for x, y in zip(own, spot.defects[1:], strict=True))]
+                own = [spot.curved.defect(k) for k in (1, 2, 3)]
+                spot.defects = [spot.defects[0], *(x + y for x, y in zip(spot.defects[1:], own, strict=True))]
+        self.gradient, pairs = (torch.einsum("bjc,tbc->bjt", self._rows, jets.squeeze(-2)) for jets in (J, H))
+        self.hessian = pairs[..., self.directions.place]
+        self._last = [
+            gamma(2 * W.shape[-1]) * _length(jets, count) for jets, count in ((J, None), (H, self.directions.count))
+        ]
 
-    def _walk(self, jets: Tensor | None, k: int, at: Triples | None = None) -> Tensor:
-        """Jets of degree k at the features; None stands for zero, up to the first curved piece."""
-        count = None if k == 1 else self.directions.pair_count if at is None else at.count
+    def _jets_at_features(self, jets: Tensor | None, k: int) -> Tensor:
+        """Jets of degree k; None stands for zero, up to the first curved piece."""
+        count = None if k == 1 else self.directions.count
         stream = jets
         for spot in self.spots:
-            lost: Tensor | float = 0.0
             if spot.forks:
                 stream = jets
             if spot.curved is not None:
                 if jets is None:
-                    assert count is not None
-                    jets = spot.u.new_zeros(len(count), *spot.u.shape)
-                jets = spot.curved.jets(k, jets, at)
+                    jets = spot.u.new_zeros(len(self.directions.first), *spot.u.shape)
+                jets = spot.curved.jets(k, jets)
             elif jets is not None:
-                jets, lost = self._through_linear(spot, jets, count)
+                jets, lost = _through_linear(spot, jets, count)
+                spot.defects[k] = spot.defects[k] + lost / k
             if spot.joins and stream is not None:
                 assert jets is not None
                 jets = stream + jets
-                lost = lost + 2 * UNIT * _length(jets, count)
-            self._lose(spot, k, lost)
-        if jets is None:
-            assert count is not None
-            return self.features.new_zeros(len(count), *self.features.shape)
-        return jets
-
-    def _through_linear(self, spot: Spot, jets: Tensor, count: Tensor | None) -> tuple[Tensor, Tensor]:
-        assert isinstance(spot.piece, LinearPiece)
-        out = spot.piece.push(Ball.exact(spot.u), Ball.exact(jets))
-        return out.mid, _length(out.rad, count)
-
-    def _lose(self, spot: Spot, k: int, lost: Tensor | float) -> None:
-        """Adds to the spot's defect of degree k; parts of one stack of jets add in squares, here simply."""
-        factorial = (1, 1, 2, 6)[k]
-        amount = torch.zeros_like(spot.defects[0]) + lost / factorial
-        if len(spot.defects) <= k:
-            spot.defects.append(amount)
-        else:
-            spot.defects[k] = spot.defects[k] + amount
-
-    def _logits(self, jets: Tensor) -> Tensor:
-        return jets.squeeze(-2) @ self._head.weight.to(jets).mT
+                spot.defects[k] = spot.defects[k] + 2 * UNIT * _length(jets, count)
+        return self.features.new_zeros(len(self.directions.first), *self.features.shape) if jets is None else jets
 
     # -- Jacobians in between
 
-    def _passages(self) -> None:
-        """All passages; sources are taken from the last to the first, so that their own errors are known."""
-        self.passages: list[dict[int, Passage]] = [{} for _ in self.spots]
+    def _walk_back(self) -> None:
+        """All passages, from the last source to the first, so that the errors of later ones are known; the twists."""
+        self._passages: list[dict[int, Passage]] = [{} for _ in self.spots]
         self._ends: dict[int, Passage] = {}
-        y = self._head.logits(self.features).argmax(-1)
+        b, classes, p = self.gradient.shape
+        twist = self.gradient.new_zeros(classes, b, p, len(self.directions.first))
         for source in reversed(range(len(self.spots))):
-            self._ends[source] = self._passage(source, y)
+            adjoint = self._passage(source)
+            local = self.spots[source].curved
+            if local is not None:
+                twist += local.twist(adjoint)
+        self.twist = self.directions.symmetric(twist).movedim(0, 1)
 
-    def _passage(self, source: int, y: Tensor) -> Passage:
+    def _passage(self, source: int) -> Tensor:
+        """Measures the Jacobians from the output of a spot to all later ones, and gives the margins' adjoints there."""
         start = self.spots[source]
         after = self.spots[source + 1].u if source + 1 < len(self.spots) else self.features
         b, m, d = after.shape
@@ -213,12 +206,11 @@ class Expansion:
         for k in range(source + 1, len(self.spots)):
             spot = self.spots[k]
             if spot.curved is not None:
-                error = self._error(k, lost)
-                self.passages[source][k] = self._measure(columns, (m, d), scale, error)
+                self._passages[source][k] = _measure(columns, (m, d), scale, self._error(k, lost))
             if spot.forks:
                 stream, inside = columns, False
             if spot.curved is None:
-                columns, size = self._through_linear(spot, columns, None)
+                columns, size = _through_linear(spot, columns, None)
             else:
                 size = spot.curved.theta * spot.curved.push_size() * _length(columns, None)
                 columns = spot.curved.push(columns)
@@ -228,7 +220,16 @@ class Expansion:
                     size = size + 2 * UNIT * _length(columns, None)
                 inside = False
             lost.append((k, size))
-        return self._to_margins(columns, (m, d), scale, y, self._error(len(self.spots), lost))
+        error = self._error(len(self.spots), lost)
+        whole = (_length(columns, None) + error) * (1 + 1e-12)
+        adjoint = torch.einsum("tbc,bjc->jbt", columns.squeeze(-2), self._rows).unflatten(-1, (m, d))
+        lengths = torch.linalg.vector_norm(self._rows, dim=-1) * (1 + 1e-12)
+        slack = (error + whole * gamma(2 * self._rows.shape[-1] + 8)).unsqueeze(-1) * lengths
+        scaled = adjoint if scale is None else adjoint * scale
+        slack = slack if scale is None else slack * scale.abs().amax()
+        blocks = torch.linalg.vector_norm(scaled, dim=-1).movedim(0, 1) + slack.unsqueeze(-1)  # (b, classes, m)
+        self._ends[source] = Passage(blocks * (1 + 1e-12), lengths, whole)
+        return adjoint
 
     def _inside(self, source: int) -> bool:
         """Whether a branch that began before the spot is still open after it."""
@@ -243,68 +244,59 @@ class Expansion:
         for k, size in lost:
             if target == len(self.spots):
                 total = total + size * self._ends[k].whole
-            elif k == target - 1:
-                total = total + size
             else:
-                total = total + size * self.passages[k][target].whole
+                total = total + size * (self._passages[k][target].whole if k < target - 1 else 1.0)
         return total
-
-    def _measure(self, columns: Tensor, shape: tuple[int, int], scale: Tensor | None, error: Tensor) -> Passage:
-        """Norms of the Jacobian whose columns (m d, b, n, c) belong to the tokens and channels of the source."""
-        m, d = shape
-        whole = (_length(columns, None) + error) * (1 + 1e-12)
-        S = columns.unflatten(0, (m, d)).permute(2, 3, 0, 1, 4)  # (b, i, i', d, c)
-        size = error
-        if scale is not None:
-            S = S * scale.reshape(-1, 1)
-            size = error * scale.abs().amax()
-        small = S.shape[-1] <= S.shape[-2]
-        gram = S.mT @ S if small else S @ S.mT
-        lengths = torch.linalg.matrix_norm(S).square()
-        blocks = gram_norm(gram, gamma(max(S.shape[-2:])) * lengths * 2, 1) + size[:, None, None]
-        rows = S.permute(0, 1, 4, 2, 3).flatten(-2, -1)  # (b, i, c, i' d)
-        over = rows @ rows.mT
-        row_norm = gram_norm(over, gamma(rows.shape[-1]) * lengths.sum(-1) * 2, 2) + size[:, None]
-        return Passage(blocks * (1 + 1e-12), row_norm * (1 + 1e-12), whole)
-
-    def _to_margins(
-        self, columns: Tensor, shape: tuple[int, int], scale: Tensor | None, y: Tensor, error: Tensor
-    ) -> Passage:
-        m, d = shape
-        whole = (_length(columns, None) + error) * (1 + 1e-12)
-        W = self._head.weight.to(columns)
-        rows = W[y].unsqueeze(-2) - W  # (b, classes, d)
-        lengths = torch.linalg.vector_norm(rows, dim=-1) * (1 + 1e-12)
-        S = torch.einsum("tbc,bjc->bjt", columns.squeeze(-2), rows).unflatten(-1, (m, d))
-        slack = (error + whole * gamma(2 * W.shape[-1] + 8)).unsqueeze(-1) * lengths
-        if scale is not None:
-            S, slack = S * scale, slack * scale.abs().amax()
-        blocks = torch.linalg.vector_norm(S, dim=-1) + slack.unsqueeze(-1)
-        return Passage(blocks * (1 + 1e-12), lengths, whole)
 
     # -- what a radius leaves
 
     def left_out(self, eps: Float64[Tensor, " b"]) -> Float64[Tensor, "b classes"]:
-        """A bound of what the polynomials of the margins f_y - f_j leave out, for every j."""
+        """A bound of what the margins' cubic polynomials leave out on the ball of radius eps."""
         total: Tensor = torch.zeros_like(self._ends[0].rows)
-        carried: list[tuple[int, Tensor | None, Tensor]] = []
+        carried: list[tuple[Tensor | None, Tensor]] = []
         for k, spot in enumerate(self.spots):
-            r = None
+            end, third = self._ends[k], None
+            defect = (spot.defects[0] + spot.defects[1] * eps + spot.defects[2] * eps**2) * (1 + 1e-10)
+            total = total + (end.whole * (defect + spot.defects[3] * eps**3)).unsqueeze(-1) * end.rows
             if spot.curved is not None:
-                F = torch.zeros_like(spot.u[..., 0])
-                for source, rest, defect in carried:
-                    passage = self.passages[source][k]
-                    F = F + (passage.whole * defect).unsqueeze(-1)
-                    if rest is not None:
-                        F = F + passage.carry(rest)
-                r = spot.curved.rest(F * (1 + 1e-10), eps)
-            defect = sum(lost * eps**degree for degree, lost in enumerate(spot.defects)) * (1 + 1e-10)
-            carried.append((k, r, defect))
-            end = self._ends[k]
-            total = total + (end.whole * defect).unsqueeze(-1) * end.rows
-            if r is not None:
-                total = total + (end.blocks @ r.unsqueeze(-1)).squeeze(-1)
-        return total * (1 + 1e-10)
+                F = self._arriving(k, carried, eps)
+                third = spot.curved.third(F, eps)
+                fourth = spot.curved.fourth(forms.root(F) * eps.unsqueeze(-1) * (1 + 1e-10), eps)
+                total = total + (end.blocks @ fourth.unsqueeze(-1)).squeeze(-1)
+            carried.append((third, defect))
+        last = self._last[0] * eps + self._last[1] * eps**2
+        return (total + last.unsqueeze(-1) * self._ends[0].rows) * (1 + 1e-9)
+
+    def _arriving(self, k: int, carried: list[tuple[Tensor | None, Tensor]], eps: Tensor) -> Tensor:
+        """(b, n, p, p) the size of F at the input of a spot: what earlier spots left out, and rounding."""
+        p = self.directions.p
+        u = self.spots[k].u
+        A, constant = u.new_zeros(*u.shape[:2], p, p), u.new_zeros(u.shape[:2])
+        for source, (third, defect) in enumerate(carried):
+            passage = self._passages[source][k]
+            constant = constant + (passage.whole * defect).unsqueeze(-1)
+            if third is not None:
+                A = A + (passage.blocks @ third.flatten(-2, -1)).unflatten(-1, (p, p))
+        A = forms.firm(A)
+        return forms.plus(forms.square(A, eps), forms.unit(A, constant / eps.unsqueeze(-1))) * (1 + 1e-10)
+
+
+def _through_linear(spot: Spot, jets: Tensor, count: Tensor | None) -> tuple[Tensor, Tensor]:
+    assert isinstance(spot.piece, LinearPiece)
+    out = spot.piece.push(Ball.exact(spot.u), Ball.exact(jets))
+    return out.mid, _length(out.rad, count)
+
+
+def _measure(columns: Tensor, shape: tuple[int, int], scale: Tensor | None, error: Tensor) -> Passage:
+    """Norms of the Jacobian whose columns (m d, b, n, c) belong to the tokens and channels of the source."""
+    whole = (_length(columns, None) + error) * (1 + 1e-12)
+    S = columns.unflatten(0, shape).permute(2, 3, 0, 1, 4)  # (b, i, i', d, c)
+    if scale is not None:
+        S, error = S * scale.reshape(-1, 1), error * scale.abs().amax()
+    gram = S.mT @ S if S.shape[-1] <= S.shape[-2] else S @ S.mT
+    lengths = torch.linalg.matrix_norm(S).square()
+    blocks = gram_norm(gram, gamma(max(S.shape[-2:])) * lengths * 2) + error[:, None, None]
+    return Passage(blocks * (1 + 1e-12), blocks.amax(-1), whole)
 
 
 def _length(jets: Tensor, count: Tensor | None) -> Tensor:

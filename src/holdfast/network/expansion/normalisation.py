@@ -5,40 +5,45 @@ With n = x̃/(√m s), ‖n‖ <= 1, and w = δ̃/(√m s), f(x + δ) - β = √
 
 from __future__ import annotations
 
+import math
 from typing import final
 
 import torch
 from torch import Tensor
 
 from holdfast.linalg import Ball
-from holdfast.linalg.rounding import gamma
-from holdfast.network.expansion.directions import Directions, Triples
-from holdfast.network.expansion.graded import series
+from holdfast.network.expansion import forms
+from holdfast.network.expansion.directions import Directions
+from holdfast.network.expansion.graded import Graded
 from holdfast.network.expansion.local import Local
-from holdfast.network.expansion.norms import gram_norm, thin_gram_norm
+from holdfast.network.expansion.norms import thin_gram_norm
 from holdfast.network.norms import Normalisation
 
-_BINOMIAL = (0.375, 0.3125, 35 / 128)  # |coefficients| of x², x³, x⁴ in (1 + x)^{-1/2}
+_BENT = math.sqrt(4 / 3) * (1 + 1e-15)
 
 
 @final
 class LocalNormalisation(Local):
     """A normalisation at ũ."""
 
-    token_wise = True
-
-    def __init__(self, piece: Normalisation, u: Tensor, directions: Directions, order: int) -> None:
-        super().__init__(u, directions, order)
-        parts = piece._parts(Ball.exact(u))
+    def __init__(self, piece: Normalisation, u: Tensor, directions: Directions) -> None:
+        super().__init__(u, directions)
+        parts = piece.parts(Ball.exact(u))
         self._piece = piece
-        root = parts.m.sqrt()
-        n, c = parts.N / root, Ball.exact(torch.ones_like(u[..., :1])) / (parts.s * root)
-        scale = parts.gamma * root
-        for ball, dims in ((n, (-2, -1)), (c, (-2, -1)), (scale, (-1,))):
-            self._coefficient(ball, dims)
+        length = parts.m.sqrt()
+        n, c = parts.N / length, Ball.exact(torch.ones_like(u[..., :1])) / (parts.s * length)
+        scale = parts.gamma * length
+        for ball in (n, c):
+            self._coefficient(ball, (-2, -1))
+        self._coefficient(scale, (-1,))
         self._n, self._c, self._scale = n.mid, c.mid, scale.mid.expand(u.shape[-1])
-        self._across = u.new_zeros(len(u), u.shape[-2])
-        self._gram = u.new_zeros(len(u), u.shape[-2], u.shape[-1], u.shape[-1])
+
+    @property
+    def output(self) -> torch.Size:
+        return self.u.shape
+
+    def scale(self) -> Tensor | None:
+        return self._scale
 
     # -- jets
 
@@ -49,89 +54,87 @@ class LocalNormalisation(Local):
     def _first(self, J: Tensor) -> Tensor:
         self._w1 = w = self._w(J)
         self._a1 = a = _dot(self._n, w)
-        self._sizes_w = [thin_gram_norm(w.movedim(0, -2))]
-        self._sizes_a = [torch.linalg.vector_norm(a.squeeze(-1), dim=0)]
         return self._scale * (w - self._n * a)
 
     def _second(self, H: Tensor) -> Tensor:
-        d, (i, j) = self.directions, (self.directions.first, self.directions.second)
+        i, j = self.directions.first, self.directions.second
         self._w2 = w = self._w(H)
-        a, w1, a1 = _dot(self._n, w), self._w1, self._a1
-        nu = 2 * (a + _dot(w1[i], w1[j]))
-        self._g2 = g = -nu / 2 + 3 * a1[i] * a1[j]
-        self._nu2 = nu
-        # ½ H[G, G]: the smaller of two unfoldings, d × p² and p × dp.
-        weighted = w * d.pair_count.sqrt().reshape(-1, 1, 1, 1)
-        full = d.full(w)  # (p, p, b, n, d)
-        wide = thin_gram_norm(weighted.movedim(0, -1))
-        tall = thin_gram_norm(full.permute(2, 3, 0, 1, 4).flatten(-2, -1))
-        self._sizes_w.append(torch.minimum(wide, tall) / 2)
-        self._sizes_a.append(thin_gram_norm(d.full(a.squeeze(-1)).permute(2, 3, 0, 1), 3) / 2)
+        w1, a1, a = self._w1, self._a1, _dot(self._n, w)
+        self._a2 = a
+        self._dots = _dot(w1[i], w1[j])
+        self._g2 = g = 3 * a1[i] * a1[j] - a - self._dots
+        self._sizes()
         return self._scale * (w - w1[i] * a1[j] - w1[j] * a1[i] + self._n * g)
 
-    def _third(self, T: Tensor, at: Triples) -> Tensor:
-        w, n, w1, w2, g2, nu2 = self._w(T), self._n, self._w1, self._w2, self._g2, self._nu2
-        q, r, s = slice(at.q, at.q + 1), at.r, at.s
-        wq, wr, ws, wqr, wqs, wrs = w1[q], w1[r], w1[s], w2[at.qr], w2[at.qs], w2[at.rs]
-        aq, ar, a_s = self._a1[q], self._a1[r], self._a1[s]
-        a = _dot(n, w)
-        nu = 2 * (a + _dot(wq, wrs) + _dot(wr, wqs) + _dot(ws, wqr))
-        bend = aq * nu2[at.rs] + ar * nu2[at.qs] + a_s * nu2[at.qr]
-        g = -nu / 2 + 1.5 * bend - 15 * aq * ar * a_s
-        out = w + n * g + wq * g2[at.rs] + wr * g2[at.qs] + ws * g2[at.qr] - wqr * a_s - wqs * ar - wrs * aq
-        count = at.count.reshape(-1, 1, 1)
-        self._across += (count * a.squeeze(-1).square()).sum(0)
-        rows = (w * at.count.sqrt().reshape(-1, 1, 1, 1)).movedim(0, -1)
-        self._gram += rows @ rows.mT
-        return self._scale * out
+    def _w(self, a: Tensor) -> Tensor:
+        return self._piece.centred(a) * self._c
+
+    def _sizes(self) -> None:
+        """Forms of w_1, sizes of w_1, w_2/2, a_1, a_2/2 for every token, with what rounding may have taken."""
+        lost1, lost2 = (8 * self.theta * x for x in self.largest)
+        p, c = self.directions.p, self._c.squeeze(-1)
+        lost1, lost2 = lost1.unsqueeze(-1) * c * p**0.5, lost2.unsqueeze(-1) * c * p
+        linear = forms.of_rows(self._w1.permute(1, 2, 3, 0))
+        self._linear = forms.plus(linear, forms.unit(linear, lost1))
+        self._size_w = [forms.root(linear) + lost1, forms.root(self._bend) * c + lost2]
+        across = self.directions.full(self._a2.squeeze(-1)).permute(2, 3, 0, 1)
+        a1 = torch.linalg.vector_norm(self._a1.squeeze(-1), dim=0) * (1 + 1e-12)
+        self._size_a = [a1 + lost1, thin_gram_norm(across, 3) / 2 + lost2]
+
+    # -- beyond
+
+    def third(self, F: Tensor, eps: Tensor) -> Tensor:
+        """½‖w‖³/(1 - α)³ beyond degree 2 in w, and √(4/3)(‖w_1‖‖w - w_1‖ + ‖w - w_1‖²/2) inside it."""
+        c = self._c.squeeze(-1)
+        e = eps.unsqueeze(-1)
+        E = self.moved(F, eps) * forms.wide(c.square())
+        B = forms.plus(self._linear, E)
+        far = forms.root(F) * c * e
+        alpha = self._size_a[0] * e + self._size_a[1] * e.square() + far
+        beyond = e * forms.root(B) / torch.where(alpha < 1, 1 - alpha, 0.0) ** 3 / 2
+        return (forms.wide(beyond) * B + _BENT * (forms.product(self._linear, E) + E / 2)) * (1 + 1e-10)
+
+    def fourth(self, F: Tensor, eps: Tensor) -> Tensor:
+        """With x = 2 n·w + ‖w‖², (1 + x)^{-1/2} = 1 - x/2 + 3x²/8 - 5x³/16 + 35x⁴/128 (1 + θx)^{-9/2}."""
+        e, away = eps.unsqueeze(-1), F * self._c.squeeze(-1)
+        w = Graded.of(self._size_w[0] * e, self._size_w[1] * e.square(), away)
+        a = Graded.of(self._size_a[0] * e, self._size_a[1] * e.square(), away)
+        b = w * w
+        x = a.times(2.0) + b
+        square = x * x
+        cube = square * x
+        alpha = a.total
+        tail = Graded.of(x.total).all_rest().each(lambda t: t**4 / torch.where(alpha < 1, 1 - alpha, 0.0) ** 9)
+        along = b.times(0.5) + square.times(0.375) + cube.times(0.3125) + tail.times(35 / 128)
+        return (along.rest + (w * (a + along)).rest) * (1 + 1e-10)
+
+    def twist(self, c: Tensor) -> Tensor:
+        c = c * self._scale
+        i, j = self.directions.first, self.directions.second
+        w1, w2, a1, g2 = self._w1, self._w2, self._a1, self._g2
+        mu = _dot(c, self._n)  # (j, b, n, 1)
+        nu = 2 * (self._a2 + self._dots)
+        apart = 1.5 * nu - 5 * a1[i] * a1[j]  # (pairs, b, n, 1)
+        seen1, seen2 = (torch.einsum("jbnd,tbnd->jtbn", c, w) for w in (w1, w2))
+        flat = torch.cat([mu.unsqueeze(1) * a1, seen1.unsqueeze(-1)], -1)
+        right = torch.cat([apart, g2], -1)
+        Z = _pair(flat, right) - torch.einsum("tbn,jsbn->jbts", a1.squeeze(-1), seen2)
+        return Z - _pair(mu.unsqueeze(1) * w1, w2)
 
     def _error(self, k: int) -> Tensor:
-        c, root = self._c.amax((-2, -1)), self._scale.abs().amax()
-        x1, x2, x3 = (c * self.largest(k) for k in (1, 2, 3))
-        return 2 * self.theta * root * (2 * x1, 2 * x2 + 6 * x1**2, 2 * x3 + 18 * x1 * x2 + 36 * x1**3)[k - 1]
+        c, length = self._c.amax((-2, -1)), self._scale.abs().amax()
+        x1, x2 = (c * x for x in self.largest)
+        return 2 * self.theta * length * (2 * x1, 2 * x2 + 6 * x1**2, 18 * x1 * x2 + 36 * x1**3)[k - 1]
 
     def push_size(self) -> Tensor:
         return 4 * self._scale.abs().amax() * self._c.amax((-2, -1))
-
-    # -- the rest
-
-    def rest(self, F: Tensor, eps: Tensor) -> Tensor:
-        c = self._c.squeeze(-1)
-        away = F * c
-        w = self.graded(self._coefficients(self._sizes_w), eps, away)
-        a = self.graded(self._coefficients(self._sizes_a, across=True), eps, away)
-        b = w * w
-        x = a.times(2.0) + b
-        alpha, K = a.total, self.order
-        least = torch.where(alpha < 1, 1 - alpha, 0.0)
-        tail = _BINOMIAL[K - 1] * x.total ** (K + 1) / least ** (2 * K + 3)
-        higher = series(x, _BINOMIAL, tail)
-        along = b.times(0.5) + higher
-        return (along.rest + (w * (a + along)).rest) * (1 + 1e-10)
-
-    def scale(self) -> Tensor | None:
-        """The rest is √m γ ⊙ a vector, whose length is bounded."""
-        return self._scale
-
-    def _coefficients(self, sizes: list[Tensor], *, across: bool = False) -> list[Tensor]:
-        """Sizes of the parts, with what rounding may have taken from them."""
-        out = list(sizes)
-        if self.order == 3:
-            cube = self._across.sqrt() if across else self._cube()
-            out.append(cube / 6)
-        slack = self.theta.unsqueeze(-1) * self._c.squeeze(-1) * 8
-        p = self.directions.p
-        return [size + slack * self.largest(k).unsqueeze(-1) * p ** (k / 2) for k, size in enumerate(out, 1)]
-
-    def _cube(self) -> Tensor:
-        trace = self._gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-        return gram_norm(self._gram, gamma(self.directions.p**3 + 64) * trace * 2)
-
-    def _w(self, a: Tensor) -> Tensor:
-        return self._piece._centred(a) * self._c
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sum(-1, keepdim=True)
 
 
+def _pair(left: Tensor, right: Tensor) -> Tensor:
+    """Σ over tokens and channels of left (j, p, b, n, d) times right (pairs, b, n, d), (j, b, p, pairs)."""
+    rows = left.permute(0, 2, 1, 3, 4).flatten(-2, -1)  # (j, b, p, nd)
+    return rows @ right.movedim(0, 1).flatten(-2, -1).mT
