@@ -27,6 +27,8 @@ from holdfast.network.expansion.graded import Graded, smaller
 from holdfast.network.expansion.local import Local
 from holdfast.network.expansion.norms import thin_gram_norm
 
+_PAIRS = 512  # pairs of directions that are looked at together
+
 
 @final
 class LocalAttention(Local):
@@ -52,7 +54,7 @@ class LocalAttention(Local):
         self._q, self._k, self._v, self._p = q.mid, k.mid, v.mid, p.mid
         self._seen = (p.mid != 0) | (p.rad != 0)  # keys that are not masked
         self._most_p = p.upper.clamp(min=0.0, max=1.0) * self._seen
-        self._outer = self._w_o.unflatten(0, (self._h, -1))  # (h, k, d)
+        self._outer = self._w_o.reshape(self._h, -1, self._w_o.shape[-1])  # (h, k, d)
         self._constants()
 
     @property
@@ -74,9 +76,10 @@ class LocalAttention(Local):
         self._value_far = self._lengths.amax(-1)
         keys = self._k.unsqueeze(-3) - (p @ self._k).unsqueeze(-2)  # (b, h, i, j, k)
         w_q, w_k, w_v = (
-            w.unflatten(-1, (self._h, -1)).movedim(-2, 0) for w in (self._w_q, self._w_k, self._w_v)
+            w.reshape(len(w), self._h, -1).movedim(-2, 0) for w in (self._w_q, self._w_k, self._w_v)
         )  # (h, d, k)
         by_query = keys @ w_q.mT.unsqueeze(1)  # A (x_j - x̄_i)
+        self._query_gram = by_query @ by_query.mT  # (b, h, i, j, j)
         size = torch.linalg.vector_norm(self._k, dim=-1).amax((-2, -1)) * frobenius_upper(self._w_q)
         lost = (64 * self.theta * size).reshape(-1, 1, 1)
         self._by_query = torch.linalg.vector_norm(by_query, dim=-1) * (1 + 1e-12) + lost.unsqueeze(-1)
@@ -101,18 +104,28 @@ class LocalAttention(Local):
         return self._out((self._p * s) @ self._v + self._p @ self._v1, J)
 
     def _second(self, H: Tensor) -> Tensor:
-        i, j = self.directions.first, self.directions.second
         self._q2, self._k2, self._v2 = self._projected(H)
-        s1, p = self._s1, self._p
-        left = torch.cat([self._q2, self._q.expand_as(self._q2), self._q1[i], self._q1[j]], -1)
-        right = torch.cat([self._k.expand_as(self._k2), self._k2, self._k1[j], self._k1[i]], -1)
-        s = self._centred(left @ right.mT)
-        self._bent_s = s1[i] * s1[j]
-        self._P2 = P = self._centred(self._bent_s + s)
+        some = torch.split(torch.arange(len(H), device=H.device), _PAIRS)
+        s = torch.cat([self._logits_along(pairs) for pairs in some])
         self._sizes(s)
-        left = torch.cat([p * P, p * s1[i], p * s1[j], p.expand_as(P)], -1)
-        right = torch.cat([self._v.expand_as(self._v2), self._v1[j], self._v1[i], self._v2], -2)
-        return self._out(left @ right, H)
+        i, j = self.directions.first, self.directions.second
+        self._P2 = self._centred(self._s1[i] * self._s1[j] + s)
+        del s
+        return torch.cat([self._out(self._means_along(pairs), H[pairs]) for pairs in some])
+
+    def _logits_along(self, pairs: Tensor) -> Tensor:
+        """s°_qr for some pairs: second derivatives of the logits along the jets."""
+        i, j, q, k = self.directions.first[pairs], self.directions.second[pairs], self._q2[pairs], self._k2[pairs]
+        left = torch.cat([q, self._q.expand_as(q), self._q1[i], self._q1[j]], -1)
+        right = torch.cat([self._k.expand_as(k), k, self._k1[j], self._k1[i]], -1)
+        return self._centred(left @ right.mT)
+
+    def _means_along(self, pairs: Tensor) -> Tensor:
+        """The heads' outputs for some pairs."""
+        i, j, P, v = self.directions.first[pairs], self.directions.second[pairs], self._P2[pairs], self._v2[pairs]
+        left = torch.cat([P, self._s1[i], self._s1[j], torch.ones_like(P)], -1)
+        right = torch.cat([self._v.expand_as(v), self._v1[j], self._v1[i], v], -2)
+        return (torch.cat([self._p] * 4, -1) * left) @ right
 
     def _projected(self, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of tangents, (t, b, h, n, k)."""
@@ -129,7 +142,7 @@ class LocalAttention(Local):
     # -- sizes
 
     def _sizes(self, s: Tensor) -> None:
-        """Forms of rows, (b, h, i, p, p), and sizes of single keys; all but masked keys, and with what rounding took."""
+        """Forms of rows, (b, h, i, p, p), and sizes of single keys, with what rounding may have taken."""
         p, d = self._p, self.directions
         self._most = [self._s1.abs().amax((0, -3, -2, -1)), s.abs().amax((0, -3, -2, -1))]
         lost1, lost2 = ((8 * self.theta * self._logit_size(k) * d.p ** (k / 2)).reshape(-1, 1, 1) for k in (1, 2))
@@ -141,19 +154,23 @@ class LocalAttention(Local):
             linear = forms.of_rows(weight.sqrt().unsqueeze(-1) * rows)
             total = weight.sum(-1).sqrt()
             self._logits.append(forms.plus(linear, forms.unit(linear, lost1 * total)))
-            quadratic = (
-                forms.firm(
-                    (weight.sqrt()[..., None, None] * full).flatten(-3, -2).mT
-                    @ (weight.sqrt()[..., None, None] * full).flatten(-3, -2)
-                )
-                / 4
-            )
+            quadratic = forms.of_rows((weight.sqrt()[..., None, None] * full).flatten(-3, -2)) / 4
             self._bends.append(forms.plus(quadratic, forms.unit(quadratic, lost2 * total)))
         self._size_s = [
             torch.linalg.vector_norm(self._s1, dim=0) * (1 + 1e-12) + lost1.unsqueeze(-1),
             thin_gram_norm(full) / 2 + lost2.unsqueeze(-1),
         ]
         self._spread_s = [forms.root(self._logits[0]), forms.root(self._bends[0])]
+        # E[ℓ ṽ x] for numbers x of the keys, and for x_j = (A k̃_j)·y with a vector y.
+        seen = forms.of_rows((p.sqrt() * self._lengths).unsqueeze(-1) * rows)
+        heavy = (p * self._lengths.square()).sum(-1).sqrt()
+        self._seen_logits = forms.plus(seen, forms.unit(seen, lost1 * heavy))
+        gram = (self._values @ self._values.mT) * self._query_gram * (p.unsqueeze(-1) * p.unsqueeze(-2))
+        turned = forms.firm(rows.mT @ (gram @ rows))
+        slack = (64 * self.theta.reshape(-1, 1, 1) + 1e-9) * (p * self._lengths * self._by_query * self._size_s[0]).sum(
+            -1
+        )
+        self._turned_logits = forms.plus(turned, forms.unit(turned, slack + lost1 * heavy * self._by_query_std))
         first = torch.einsum("bhij,bhijd,bhijp->bhidp", p, self._values, rows)
         self._first_rows = thin_gram_norm(first) + lost1 * self._value_far
         self._token_sizes()
@@ -206,14 +223,15 @@ class LocalAttention(Local):
     def third(self, F: Tensor, eps: Tensor) -> Tensor:
         e, wide = eps.reshape(-1, 1, 1), forms.wide
         e2 = wide(e.square())
-        p, norm = self._most_p, lambda x: wide(x.square().unsqueeze(-1))
+        p = self._most_p
+        norm_q, norm_k, norm_v = (wide(x.square().unsqueeze(-1)) for x in (self._norm_q, self._norm_k, self._norm_v))
         F = F.unsqueeze(1).expand(-1, self._h, -1, -1, -1)  # (b, h, n, p, p)
         size = e * forms.root(F)  # (b, h, n)
         # E = δ - J[G], seen by queries, keys and values.
-        q_E = forms.plus(self._bent_forms["q"] * e2, norm(self._norm_q) * F)
+        q_E = forms.plus(self._bent_forms["q"] * e2, norm_q * F)
         F_row = self._mean(F)
-        k_E = forms.plus(self._rows["k"][1] * e2, norm(self._norm_k) * F_row)
-        v_E = forms.plus(self._rows["v"][1] * e2, norm(self._norm_v) * F_row)
+        k_E = forms.plus(self._rows["k"][1] * e2, norm_k * F_row)
+        v_E = forms.plus(self._rows["v"][1] * e2, norm_v * F_row)
         q_all = forms.plus(self._linear["q"], q_E)
         v_all = forms.plus(self._rows["v"][0], v_E)
         # Logits beyond degree 2: linear in F, and bilinear in what is not of degree 1 in both.
@@ -241,14 +259,17 @@ class LocalAttention(Local):
         out = forms.product(self._crossed, q_E) + forms.product(wide(self._value_std.square()) * q_all, k_E)
         out = out + forms.product(self._logits[0], v_E) + forms.product(b, v_all)
         # E[a ṽ] - E[ℓ² ṽ]/2, E[a ν], and what the quotient adds.
-        out = out + wide(t_key.amax(-1) * growth / 6) * t_v + forms.product(self._logits[1], b_v) + b_v / 2
+        out = out + wide(t_key.amax(-1) * growth / 6) * t_v + b_v / 2
+        out = out + forms.product(self._logits[1], self._bends[1] * e2) + forms.product(self._turned_logits, F)
+        out = out + forms.product(self._seen_logits, forms.plus(crossed_row, wide(self._by_key.square()) * F_row))
         mean = wide(growth / 2) * t
         moved = (
             e * self._first_rows + self._value_std * e * forms.root(b) + e.square() * forms.root(t) * forms.root(v_all)
         )
         moved = moved + e.square() * forms.root(mean).square() * (self._value_far + v_far)
         out = out + wide(v_far + moved) * mean
-        return out.sum(1) * (1 + 1e-9)
+        total: Tensor = out.sum(1) * (1 + 1e-9)
+        return total
 
     def fourth(self, F: Tensor, eps: Tensor) -> Tensor:
         p, e = self._most_p, eps.reshape(-1, 1, 1)
@@ -279,29 +300,25 @@ class LocalAttention(Local):
         # The series of a = e^t - 1 - t, two factors in mean square: its mean, with ṽ, with ν.
         growth = torch.exp(t_.total.clamp(max=600.0))
         far, std = self._value_far, self._value_std
-        power, mean, with_v, with_n = t2, None, None, None
+        mean = with_v = with_n = Graded.of(torch.zeros_like(far))
+        power = t2
         for m in (2, 3, 4):
             square, flat = power * t2, power * t_
             if m == 4:
                 square, flat = square.all_rest().times(growth), flat.all_rest().times(growth)
             c = 1 / math.factorial(m)
-            terms = (
-                square.times(c),
-                smaller(square.times(far), flat.times(std)).times(c),
-                smaller(square * v_, flat * v2).times(c),
-            )
-            mean, with_v, with_n = (
-                new if old is None else old + new for old, new in zip((mean, with_v, with_n), terms, strict=True)
-            )
+            mean = mean + square.times(c)
+            with_v = with_v + smaller(square.times(far), flat.times(std)).times(c)
+            with_n = with_n + smaller(square * v_, flat * v2).times(c)
             power = power * t_
-        assert mean is not None and with_v is not None and with_n is not None
         straight = smaller(t_.times(far), t2.times(std))
         straight = Graded((torch.minimum(straight.parts[0], self._first_rows * e), *straight.parts[1:]), straight.rest)
         crossed = t2 * v2
         N = straight + crossed + with_v + with_n
         lost = bilinear2.rest * std + crossed.rest + with_v.rest + with_n.rest
         lost = lost + (N * mean).rest + N.total * mean.total.square()
-        return lost.sum(1) * (1 + 1e-9)
+        total: Tensor = lost.sum(1) * (1 + 1e-9)
+        return total
 
     def twist(self, c: Tensor) -> Tensor:
         m = split_heads(c @ self._w_o.mT, self._h)  # (j, b, h, n, k)
@@ -309,7 +326,8 @@ class LocalAttention(Local):
         g = p * self._centred(m @ self._v.mT)  # (j, b, h, i, j)
         seen = torch.einsum("jbhik,tbhlk->jtbhil", m, self._v1)
         left = torch.cat([(g.unsqueeze(1) * s1).flatten(-3, -1), (p * seen).flatten(-3, -1)], -1)
-        right = torch.cat([(self._P2 - 2 / 3 * self._bent_s).flatten(-3, -1), self._P2.flatten(-3, -1)], -1)
+        i, j = self.directions.first, self.directions.second
+        right = torch.cat([(self._P2 - 2 / 3 * s1[i] * s1[j]).flatten(-3, -1), self._P2.flatten(-3, -1)], -1)
         Z = left.movedim(2, 1) @ right.movedim(0, 1).mT
         by_value = torch.einsum("tbhil,jbhik->jtbhlk", p * s1, m)
         by_key = torch.einsum("jbhil,tbhik->jtbhlk", g, self._q1)
@@ -317,6 +335,9 @@ class LocalAttention(Local):
         left = torch.cat([x.flatten(-3, -1) for x in (by_value, by_key, by_query)], -1)
         right = torch.cat([x.flatten(-3, -1) for x in (self._v2, self._k2, self._q2)], -1)
         return Z + left.movedim(2, 1) @ right.movedim(0, 1).mT
+
+    def forget(self) -> None:
+        del self._q2, self._k2, self._v2, self._P2
 
     # -- rounding
 
@@ -340,7 +361,8 @@ class LocalAttention(Local):
                 out = lost_X * v0 + 3 * (lost_P * v1 + lost1 * v2)
                 out = out + theta * (X * v0 + 6 * P2 * v1 + 6 * s1 * v2)
         straight = theta * abs(self._residual) * self.largest[k - 1] if k < 3 else 0.0
-        return 4 * w_o * out + straight
+        error: Tensor = 4 * w_o * out + straight
+        return error
 
     def _logit_size(self, k: int) -> Tensor:
         """(b) the largest a logit of degree k can be on absolute values; for k = 3 without the jets of that degree."""
@@ -354,7 +376,8 @@ class LocalAttention(Local):
         q0, k0, v0 = (torch.linalg.vector_norm(t, dim=-1).amax((-2, -1)) for t in (self._q, self._k, self._v))
         w_q, w_k, w_v, w_o = (frobenius_upper(w) for w in (self._w_q, self._w_k, self._w_v, self._w_o))
         length = self.u.shape[-2] ** 0.5
-        return length * w_o * (4 * (q0 * w_k + k0 * w_q) * v0 + w_v) + abs(self._residual)
+        size: Tensor = length * w_o * (4 * (q0 * w_k + k0 * w_q) * v0 + w_v) + abs(self._residual)
+        return size
 
 
 def _beside(x: Tensor, p: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from holdfast.linalg import Ball
 from holdfast.linalg.rounding import UNIT, frobenius_upper, gamma
 from holdfast.network.attention import Attention
 from holdfast.network.base import LinearPiece, Piece
-from holdfast.network.expansion.attention import LocalAttention
 from holdfast.network.expansion import forms
+from holdfast.network.expansion.attention import LocalAttention
 from holdfast.network.expansion.directions import Directions
 from holdfast.network.expansion.local import Local
 from holdfast.network.expansion.normalisation import LocalNormalisation
@@ -102,8 +102,9 @@ class Expansion:
         self.directions = Directions(x.shape[-2] * x.shape[-1], x.device)
         self._head = network.head
         self._walk_values(network)
-        self._walk_jets()
-        self._walk_back()
+        slopes = self._walk_first()
+        adjoints = self._walk_back()
+        self._walk_second(slopes, adjoints)
 
     # -- values, and the local error of each
 
@@ -137,7 +138,7 @@ class Expansion:
 
     # -- jets
 
-    def _walk_jets(self) -> None:
+    def _walk_first(self) -> Tensor:
         (b, n, d), p = self.x.shape, self.directions.p
         W = self._head.weight.to(self.x)
         self.prediction = y = self._head.logits(self.features).argmax(-1)
@@ -147,28 +148,40 @@ class Expansion:
         self._rows, self.margins = rows.mid, value.lower
         self._off = frobenius_upper(rows.rad, (-1,))  # (b, classes)
         unit = torch.eye(p, dtype=torch.float64, device=self.x.device).reshape(p, 1, n, d).expand(p, b, n, d)
-        J, H = self._jets_at_features(unit, 1), self._jets_at_features(None, 2)
+        J = self._jets_at_features(unit, 1)
+        self.gradient = torch.einsum("bjc,tbc->bjt", self._rows, J.squeeze(-2))
+        return J
+
+    def _walk_second(self, J: Tensor, adjoints: list[Tensor]) -> None:
+        """Jets along pairs, and the twists that they make with the adjoints; a piece forgets its own after that."""
+        b, classes, p = self.gradient.shape
+        self._adjoints, self._twists = adjoints, self.x.new_zeros(classes, b, p, len(self.directions.first))
+        H = self._jets_at_features(None, 2)
+        self.twist = self.directions.symmetric(self._twists).movedim(0, 1)
+        del self._adjoints, self._twists
+        pairs = torch.einsum("bjc,tbc->bjt", self._rows, H.squeeze(-2))
+        self.hessian = pairs[..., self.directions.place]
         for spot in self.spots:
             if spot.curved is not None:
                 own = [spot.curved.defect(k) for k in (1, 2, 3)]
                 spot.defects = [spot.defects[0], *(x + y for x, y in zip(spot.defects[1:], own, strict=True))]
-        self.gradient, pairs = (torch.einsum("bjc,tbc->bjt", self._rows, jets.squeeze(-2)) for jets in (J, H))
-        self.hessian = pairs[..., self.directions.place]
-        self._last = [
-            gamma(2 * W.shape[-1]) * _length(jets, count) for jets, count in ((J, None), (H, self.directions.count))
-        ]
+        rounding = gamma(2 * self._rows.shape[-1])
+        self._last = [rounding * _length(J, None), rounding * _length(H, self.directions.count)]
 
     def _jets_at_features(self, jets: Tensor | None, k: int) -> Tensor:
         """Jets of degree k; None stands for zero, up to the first curved piece."""
         count = None if k == 1 else self.directions.count
         stream = jets
-        for spot in self.spots:
+        for place, spot in enumerate(self.spots):
             if spot.forks:
                 stream = jets
             if spot.curved is not None:
                 if jets is None:
                     jets = spot.u.new_zeros(len(self.directions.first), *spot.u.shape)
                 jets = spot.curved.jets(k, jets)
+                if k == 2:
+                    self._twists += spot.curved.twist(self._adjoints[place])
+                    spot.curved.forget()
             elif jets is not None:
                 jets, lost = _through_linear(spot, jets, count)
                 spot.defects[k] = spot.defects[k] + lost / k
@@ -180,18 +193,12 @@ class Expansion:
 
     # -- Jacobians in between
 
-    def _walk_back(self) -> None:
-        """All passages, from the last source to the first, so that the errors of later ones are known; the twists."""
+    def _walk_back(self) -> list[Tensor]:
+        """All passages, from the last source to the first, so that errors of later ones are known; the adjoints."""
         self._passages: list[dict[int, Passage]] = [{} for _ in self.spots]
         self._ends: dict[int, Passage] = {}
-        b, classes, p = self.gradient.shape
-        twist = self.gradient.new_zeros(classes, b, p, len(self.directions.first))
-        for source in reversed(range(len(self.spots))):
-            adjoint = self._passage(source)
-            local = self.spots[source].curved
-            if local is not None:
-                twist += local.twist(adjoint)
-        self.twist = self.directions.symmetric(twist).movedim(0, 1)
+        adjoints = [self._passage(source) for source in reversed(range(len(self.spots)))]
+        return adjoints[::-1]
 
     def _passage(self, source: int) -> Tensor:
         """Measures the Jacobians from the output of a spot to all later ones, and gives the margins' adjoints there."""
@@ -222,7 +229,7 @@ class Expansion:
             lost.append((k, size))
         error = self._error(len(self.spots), lost)
         whole = (_length(columns, None) + error) * (1 + 1e-12)
-        adjoint = torch.einsum("tbc,bjc->jbt", columns.squeeze(-2), self._rows).unflatten(-1, (m, d))
+        adjoint = torch.einsum("tbc,bjc->jbt", columns.squeeze(-2), self._rows).reshape(-1, b, m, d)
         lengths = torch.linalg.vector_norm(self._rows, dim=-1) * (1 + 1e-12)
         slack = (error + whole * gamma(2 * self._rows.shape[-1] + 8)).unsqueeze(-1) * lengths
         scaled = adjoint if scale is None else adjoint * scale
@@ -276,7 +283,7 @@ class Expansion:
             passage = self._passages[source][k]
             constant = constant + (passage.whole * defect).unsqueeze(-1)
             if third is not None:
-                A = A + (passage.blocks @ third.flatten(-2, -1)).unflatten(-1, (p, p))
+                A = A + (passage.blocks @ third.flatten(-2, -1)).reshape(*A.shape)
         A = forms.firm(A)
         return forms.plus(forms.square(A, eps), forms.unit(A, constant / eps.unsqueeze(-1))) * (1 + 1e-10)
 
@@ -290,7 +297,7 @@ def _through_linear(spot: Spot, jets: Tensor, count: Tensor | None) -> tuple[Ten
 def _measure(columns: Tensor, shape: tuple[int, int], scale: Tensor | None, error: Tensor) -> Passage:
     """Norms of the Jacobian whose columns (m d, b, n, c) belong to the tokens and channels of the source."""
     whole = (_length(columns, None) + error) * (1 + 1e-12)
-    S = columns.unflatten(0, shape).permute(2, 3, 0, 1, 4)  # (b, i, i', d, c)
+    S = columns.reshape(*shape, *columns.shape[1:]).permute(2, 3, 0, 1, 4)  # (b, i, i', d, c)
     if scale is not None:
         S, error = S * scale.reshape(-1, 1), error * scale.abs().amax()
     gram = S.mT @ S if S.shape[-1] <= S.shape[-2] else S @ S.mT

@@ -34,7 +34,10 @@ class Graded:
     @property
     def total(self) -> Tensor:
         """A bound of the quantity."""
-        return torch.stack([*torch.broadcast_tensors(*self.parts, self.rest)]).sum(0)
+        out = self.rest
+        for part in self.parts:
+            out = out + part
+        return out
 
     def __add__(self, other: Graded) -> Graded:
         parts = tuple(x + y for x, y in zip(self.parts, other.parts, strict=True))
@@ -42,8 +45,10 @@ class Graded:
 
     def __mul__(self, other: Graded) -> Graded:
         zero = torch.zeros_like(self.parts[0] * other.parts[0])
-        parts = [zero] * DEGREES
-        rest = self.total * other.rest + self.rest * torch.stack(torch.broadcast_tensors(*other.parts)).sum(0)
+        parts: list[Tensor] = [zero] * DEGREES
+        rest = self.total * other.rest
+        for y in other.parts:
+            rest = rest + self.rest * y
         for i, x in enumerate(self.parts, 1):
             for j, y in enumerate(other.parts, 1):
                 if i + j <= DEGREES:

@@ -10,9 +10,9 @@ by token-wise forms, it bounds what its output has beyond (docs/math/telescoped.
     twist    degree 3, exactly, seen by an adjoint: it makes these polynomials.
 
 Rounding. Jets are computed in plain float64. With inner products of at most 2¹² terms and at most 2¹² operations in a
-row, a computed number is within γ = 2⁻⁴⁰ of the exact one, relative to the same formula on absolute values; coefficients
-that depend on ũ bring their own relative error, by balls. θ collects both, and θ times the formula on absolute values,
-bounded by the sizes that occurred, bounds the local defect of every jet.
+row, a computed number is within γ = 2⁻⁴⁰ of the exact one, relative to the same formula on absolute values; and
+coefficients that depend on ũ bring their own relative error, by balls. θ collects both, and θ times the formula on
+absolute values, bounded by the sizes that occurred, bounds the local defect of every jet.
 """
 
 from __future__ import annotations
@@ -79,6 +79,10 @@ class Local(ABC):
         """Z with Z[q, rs] + Z[r, qs] + Z[s, qr] the third derivative of ⟨c, f⟩ along the jets, without Df's part."""
 
     @abstractmethod
+    def forget(self) -> None:
+        """Drops what only `twist` needs: jets along pairs."""
+
+    @abstractmethod
     def _error(self, k: int) -> Tensor:
         """(b) a bound of the rounding error of a jet of degree k <= 3 at the output: of every token's, in its norm."""
 
@@ -104,7 +108,9 @@ class Local(ABC):
     @final
     def defect(self, k: int) -> Tensor:
         """(b) a bound of the local error of the polynomial's part of degree k, divided by eps^k."""
-        return self._error(k) * (self.output[-2] * self.directions.p**k) ** 0.5 / (1.0, 1.0, 2.0, 6.0)[k]
+        factorial = (1.0, 1.0, 2.0, 6.0)[k]
+        error: Tensor = self._error(k) * (self.output[-2] * self.directions.p**k) ** 0.5 / factorial
+        return error
 
     @final
     def moved(self, F: Tensor, eps: Tensor) -> Tensor:
@@ -112,7 +118,7 @@ class Local(ABC):
         return forms.plus(self._bend * eps.square().reshape(-1, 1, 1, 1), F)
 
     def _bent(self, H: Tensor) -> Tensor:
-        """H[G, G]/2 of every token: ε²/4 Σ_d H_d² along G, or the norm of the unfolding d × p² where that is smaller."""
+        """H[G, G]/2 of every token: by Σ_d H_d² along G, or by the norm of the unfolding d × p² where it is smaller."""
         full = self.directions.full(H).permute(2, 3, 4, 0, 1)  # (b, n, d, p, p)
         along = forms.firm((full.mT @ full).sum(2))
         wide = thin_gram_norm((H * self.directions.count.sqrt().reshape(-1, 1, 1, 1)).movedim(0, -1))

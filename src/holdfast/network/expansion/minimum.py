@@ -64,13 +64,14 @@ class Cubic:
         r = frobenius(Bz + self._g.unsqueeze(-1), (-2, -1))
         bent = (Bz.mT @ z).squeeze(-1).squeeze(-1)
         e = Ball.exact(eps)
-        return -(r * e + bent * 0.5 + Ball.exact(mu) * e * e * 0.5).upper
+        lost: Tensor = (r * e + bent * 0.5 + Ball.exact(mu) * e * e * 0.5).upper
+        return -lost
 
 
 def _multiplier(w: Tensor, g: Tensor, eps: Tensor) -> Tensor:
     """μ with ‖(w + μ)^{-1} g‖ = eps, by bisection; close is good enough."""
     low = (-w[..., 0]).clamp(min=0.0)
-    high = low + torch.linalg.vector_norm(g, dim=-1) / eps + 1e-300
+    high: Tensor = low + torch.linalg.vector_norm(g, dim=-1) / eps + 1e-300
     for _ in range(_STEPS):
         middle = (low + high) / 2
         short = torch.linalg.vector_norm(g / (w + middle.unsqueeze(-1)), dim=-1) <= eps
@@ -85,4 +86,5 @@ def _decomposition_error(A: Tensor, w: Tensor, U: Tensor) -> Tensor:
     again = (U * w.unsqueeze(-2)) @ U.mT
     eye = torch.eye(size, dtype=A.dtype, device=A.device)
     turned = torch.linalg.matrix_norm(U.mT @ U - eye) + gamma(size + 8) * size
-    return torch.linalg.matrix_norm(A - again) + gamma(size + 8) * size * norm + 4 * norm * turned
+    error: Tensor = torch.linalg.matrix_norm(A - again)
+    return error + gamma(size + 8) * size * norm + 4 * norm * turned

@@ -121,6 +121,9 @@ class LocalNormalisation(Local):
         Z = _pair(flat, right) - torch.einsum("tbn,jsbn->jbts", a1.squeeze(-1), seen2)
         return Z - _pair(mu.unsqueeze(1) * w1, w2)
 
+    def forget(self) -> None:
+        del self._w2, self._a2, self._g2, self._dots
+
     def _error(self, k: int) -> Tensor:
         c, length = self._c.amax((-2, -1)), self._scale.abs().amax()
         x1, x2 = (c * x for x in self.largest)

@@ -52,9 +52,8 @@ class LocalPerceptron(Local):
     def _second(self, H: Tensor) -> Tensor:
         i, j = self.directions.first, self.directions.second
         self._h2 = h = H @ self._w1
-        self._bent_h = self._h1[i] * self._h1[j]
         self._sizes()
-        return self._out(self._slopes[0] * h + self._slopes[1] * self._bent_h, H)
+        return self._out(self._slopes[0] * h + self._slopes[1] * self._h1[i] * self._h1[j], H)
 
     def _out(self, hidden: Tensor, a: Tensor) -> Tensor:
         out = hidden @ self._w2
@@ -121,8 +120,12 @@ class LocalPerceptron(Local):
     def twist(self, c: Tensor) -> Tensor:
         seen = c @ self._w2.mT  # (j, b, n, units)
         left = (seen.unsqueeze(1) * self._h1).permute(0, 2, 1, 3, 4).flatten(-2, -1)
-        right = self._slopes[1] * self._h2 + self._slopes[2] / 3 * self._bent_h
+        i, j = self.directions.first, self.directions.second
+        right = self._slopes[1] * self._h2 + self._slopes[2] / 3 * self._h1[i] * self._h1[j]
         return left @ right.movedim(0, 1).flatten(-2, -1).mT
+
+    def forget(self) -> None:
+        del self._h2
 
     def _error(self, k: int) -> Tensor:
         bends = [slope.abs().amax((-2, -1)) for slope in self._slopes]
