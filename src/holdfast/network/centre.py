@@ -1,8 +1,8 @@
 """A network at an input: where every piece stands, how far rounding may have led astray, and what is predicted.
 
-Evaluating a deep network in balls is sound but blind: radii grow with |W|, not with ‖W‖. Here each piece is evaluated
-in balls at the float64 tensor ũ_k alone, which gives its local defect d_k >= ‖f_k(ũ_k) - ũ_{k+1}‖_F, and the defects
-travel by gains (docs/math/network.md, Lemma 1):
+Evaluating a network in balls is sound and cheap, but blind: radii grow with |W|, not with ‖W‖. Where they would hide more
+than a trace of a margin, each piece is evaluated in balls at the float64 tensor ũ_k alone, which gives its local defect
+d_k >= ‖f_k(ũ_k) - ũ_{k+1}‖_F, and the defects travel by gains (docs/math/network.md, Lemma 1):
 
     r_{k+1} = L_k r_k + d_k >= ‖u_{k+1} - ũ_{k+1}‖_F,    L_k a bound of ‖Df_k‖ on the ball of radius r_k around ũ_k.
 
@@ -25,7 +25,7 @@ from holdfast.errors import InputError, MemoryLimitError
 from holdfast.linalg import Ball
 from holdfast.linalg.certified import GIB
 from holdfast.linalg.rounding import UNIT, as_ball, frobenius_upper
-from holdfast.network.base import LinearPiece
+from holdfast.network.base import LinearPiece, Piece
 from holdfast.network.curves import outward
 from holdfast.network.network import Network, Residual
 from holdfast.network.site import Site
@@ -33,6 +33,7 @@ from holdfast.results import Guarantee
 
 _CHUNK = 2**22  # numbers that are pushed through a piece together
 _NEGLIGIBLE = 1e-11  # a relative error of a stage's output that no radius will feel
+_TRACE = 1e-4  # the share of a margin that rounding may hide
 
 
 @dataclass(frozen=True)
@@ -140,53 +141,73 @@ class Centre:
         self.network, self.x, self.guarantee, self._memory_limit = network, x.detach().double(), guarantee, memory_limit
         self.a = self.arithmetic()
         with torch.no_grad():
-            self._walk()
+            self._walk_blindly()
+            if not bool((self._hidden <= _TRACE * self.margins).all()):
+                self._walk_by_gains()
 
     @property
     def proved(self) -> bool:
         return self.guarantee == "proved"
 
+    @cached_property
+    def numerical(self) -> Centre:
+        """The same without a proof: for guesses of what can be proved."""
+        return Centre(self.network, self.x, guarantee="numerical", memory_limit=self._memory_limit)
+
+    def alone(self) -> list[Centre]:
+        """Every input by itself."""
+        each = (self.x[i : i + 1] for i in range(len(self.x)))
+        return [Centre(self.network, x, guarantee=self.guarantee, memory_limit=self._memory_limit) for x in each]
+
     def arithmetic(self) -> Arithmetic[Any]:
         """A fresh arithmetic: it keeps what one piece has computed, so no two pieces share one."""
         return Proved(self._memory_limit) if self.proved else Numerical()
 
-    def _walk(self) -> None:
-        u, r = self.x, torch.zeros(self.x.shape[0], dtype=torch.float64, device=self.x.device)
-        stages = []
+    def _walk_blindly(self) -> None:
+        """Through all stages in balls."""
+        u, stages = Ball.exact(self.x), []
         for stage in self.network.stages:
-            skip = isinstance(stage, Residual)
-            v, e, local, sites = u, r, torch.zeros_like(r), []
-            for piece in stage.pieces if isinstance(stage, Residual) else (stage,):
-                site = Site(piece, v, e, self.first_order_radius, self.arithmetic())
-                v, defect = self._value(site)
-                if self.proved:
-                    e, local = outward(site.astray(e) + defect), outward(site.astray(local) + defect)
-                sites.append(site)
-            stages.append(Stage(sites, skip, self.arithmetic(), self._memory_limit))
-            u, r = self._joined(stages[-1], u, r, v, e, local) if skip else (v, e)
-        self.stages = tuple(stages)
-        self._decide(u, r)
+            v, sites = u, []
+            for piece in _pieces(stage):
+                sites.append(self._site(piece, v.mid, _length(v.rad)))
+                v = piece.value(v) if self.proved else Ball.exact(piece.value(v.mid))
+            stages.append(self._stage(sites, stage))
+            u = u + v if stages[-1].skip else v
+        self._arrive(stages, u.mid, _length(u.rad))
 
-    def _value(self, site: Site) -> tuple[Tensor, Tensor]:
-        """A float64 tensor near f(ũ), and a bound of their distance."""
-        if not self.proved:
-            return site.piece.value(site.u), torch.zeros_like(site.r)
-        out = site.piece.value(Ball.exact(site.u))
-        return out.mid, frobenius_upper(out.rad)
+    def _walk_by_gains(self) -> None:
+        """The same with local defects, which travel by gains."""
+        u, r, stages = self.x, torch.zeros_like(self.x[:, 0, 0]), []
+        for stage in self.network.stages:
+            v, e, local, sites = u, r, torch.zeros_like(r), []
+            for piece in _pieces(stage):
+                site = self._site(piece, v, e)
+                out = piece.value(Ball.exact(v))
+                v, defect = out.mid, _length(out.rad)
+                e, local = outward(site.astray(e) + defect), outward(site.astray(local) + defect)
+                sites.append(site)
+            stages.append(self._stage(sites, stage))
+            u, r = self._joined(stages[-1], u, r, v, e, local) if stages[-1].skip else (v, e)
+        self._arrive(stages, u, r)
 
     def _joined(self, stage: Stage, u: Tensor, r: Tensor, v: Tensor, e: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
         """U + v, where e bounds the error of v and `local` what it would be with r = 0."""
-        if not self.proved:
-            return u + v, r
-        out = Ball.exact(u) + v
-        astray = r + e
+        out, astray = Ball.exact(u) + v, r + e
         # The identity and the branch may cancel; worth a dense Jacobian only where the error is not yet negligible.
-        if stage.smooth and bool((astray > _NEGLIGIBLE * frobenius_upper(out.mid)).any()):
+        if stage.smooth and not bool((astray <= _NEGLIGIBLE * _length(out.mid)).all()):
             astray = torch.minimum(astray, stage.gain(r.unsqueeze(-1)).squeeze(-1) * r + local)
-        return out.mid, outward(astray + frobenius_upper(out.rad))
+        return out.mid, outward(astray + _length(out.rad))
 
-    def _decide(self, z: Tensor, r: Tensor) -> None:
+    def _site(self, piece: Piece, u: Tensor, r: Tensor) -> Site:
+        return Site(piece, u, r, self.first_order_radius, self.arithmetic())
+
+    def _stage(self, sites: Sequence[Site], stage: Piece | Residual) -> Stage:
+        return Stage(sites, isinstance(stage, Residual), self.arithmetic(), self._memory_limit)
+
+    def _arrive(self, stages: Sequence[Stage], z: Tensor, r: Tensor) -> None:
+        """Decides at features that are within r of z."""
         head, a = self.network.head, self.a
+        self.stages = tuple(stages)
         self.prediction = y = head.logits(z).argmax(-1)
         W, c = a.lift(head.weight.to(z)), a.lift(head.bias.to(z))
         differences = W[y].unsqueeze(-2) - W  # (b, classes, d)
@@ -194,7 +215,8 @@ class Centre:
         D = as_ball(differences)
         lengths = frobenius_upper(D.mid, (-1,)) + frobenius_upper(D.rad, (-1,))
         own = torch.nn.functional.one_hot(y, len(head.bias)).bool()
-        self.margins = (value - outward(lengths * r.unsqueeze(-1))).lower.masked_fill(own, torch.inf)
+        self._hidden = outward(lengths * r.unsqueeze(-1))
+        self.margins = (value - self._hidden).lower.masked_fill(own, torch.inf)
         self.margin = self.margins.amin(-1)
         self.pairs = Enclosed(D.mid.movedim(1, 0).unsqueeze(-2), frobenius_upper(D.rad, (-1,)).mT)
 
@@ -219,6 +241,15 @@ class Centre:
         radii = leads.detach() / torch.stack([torch.linalg.vector_norm(slope, dim=(-2, -1)) for slope in slopes], -1)
         least = radii.amin(-1)
         return torch.where(torch.isfinite(least) & (least > 0), least, 1.0)
+
+
+def _pieces(stage: Piece | Residual) -> tuple[Piece, ...]:
+    return stage.pieces if isinstance(stage, Residual) else (stage,)
+
+
+def _length(x: Float64[Tensor, "b n d"]) -> Float64[Tensor, " b"]:
+    """An upper bound of every input's Frobenius norm; 0 where there is nothing."""
+    return torch.where((x == 0).all(-1).all(-1), 0.0, frobenius_upper(x))
 
 
 def identity(u: Float64[Tensor, "b n d"], memory_limit: float) -> Enclosed:

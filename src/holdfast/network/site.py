@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, final
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from holdfast.attention import AttentionJacobian
 from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.errors import NotApplicableError
 from holdfast.linalg.rounding import frobenius_upper
@@ -78,7 +80,16 @@ class Site:
     @property
     def gain_here(self) -> Float64[Tensor, " b"]:
         """A bound of ‖Df‖ between u and ũ."""
+        if isinstance(self.piece, Attention):  # its own bound costs many norms, and has nothing to add so near to ũ
+            return outward(self._slope + self.r * self.curvature_here)
         return self._gain(self._here).squeeze(-1)
+
+    @cached_property
+    def _slope(self) -> Float64[Tensor, " b"]:
+        """‖Df(ũ)‖ of attention."""
+        assert isinstance(self.piece, Attention)
+        a, layer = self.a.at(self.piece, self.u), self.piece.layer
+        return a.number(a.once("jacobian", lambda: a.norm(AttentionJacobian(layer, self.u))))
 
     @property
     def curvature_here(self) -> Float64[Tensor, " b"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar, final
 
@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from holdfast.errors import HoldfastError, NotApplicableError, SoundnessError
+from holdfast.errors import HoldfastError, NotApplicableError
 from holdfast.network.centre import Centre
 from holdfast.network.curves import outward
 from holdfast.network.network import Network
@@ -19,6 +19,8 @@ from holdfast.registry import Registry
 
 PRECISION = 1e-3  # of a radius, relative
 _STEPS = 100
+_STRIDE = 0.25
+_STEEP = 5.0  # a margin that is missed by more than e⁵ times itself says nothing of where it is met
 _SMALLEST, _LARGEST = 1e-12, 1e6  # of a radius, as multiples of the first-order one
 
 #: Lower bounds (b) of the smallest margin over balls of radius eps (b).
@@ -70,8 +72,17 @@ class Method(ABC):
 class Composition(Method):
     """A way from bounds of pieces to a lower bound of min_j (f_y - f_j) over the ball of radius eps around an input.
 
-    A method states its metadata and writes `refusal` and `_curve`.
+    A method states its metadata and writes `refusal` and `_curve`. What is to be proved is guessed first, by the same
+    formulas with iterated norms: they cost little, and approach the proved radius from above. So a proof is tried once or
+    twice, and not at all where nothing is to be hoped for.
+
+    Attributes:
+        one_by_one: whether a CPU is better off with one input at a time, for the sake of its memory.
+        needs_no_guess: whether the curve is the same for both guarantees; it is then searched as it is.
     """
+
+    one_by_one: ClassVar[bool] = False
+    needs_no_guess: ClassVar[bool] = False
 
     @abstractmethod
     def _curve(self, centre: Centre) -> Curve:
@@ -80,12 +91,15 @@ class Composition(Method):
         A value that is not positive, or not a number, proves nothing, and that is always allowed.
         """
 
+    def _check(self, network: Network) -> None:
+        refusal = self.refusal(network)
+        if refusal is not None:
+            raise NotApplicableError(f"composition {self.name!r} does not apply to {network.name}: {refusal}")
+
     @final
     def curve(self, centre: Centre) -> Curve:
         """Lower bounds (b) of the smallest margin, as a function of the radii eps (b)."""
-        refusal = self.refusal(centre.network)
-        if refusal is not None:
-            raise NotApplicableError(f"composition {self.name!r} does not apply to {centre.network.name}: {refusal}")
+        self._check(centre.network)
         with torch.no_grad():
             margins = self._curve(centre)
 
@@ -97,13 +111,33 @@ class Composition(Method):
 
     @final
     def __call__(self, centre: Centre, beyond: Float64[Tensor, " b"] | None = None) -> Radii:
-        """The largest radii with a positive margin, found to a relative precision of 1e-3 and evaluated once more."""
-        curve = self.curve(centre)
-        radius = _largest(curve, centre, beyond)
-        margin = torch.where(radius > 0, curve(radius), centre.margin)
-        if bool(((radius > 0) & ~(margin > 0)).any()):
-            raise SoundnessError(f"composition {self.name!r} did not confirm a radius that it had found; please report")
-        return Radii(radius, margin, (self.name,) * len(radius))
+        """The largest radii with a positive margin, found to a relative precision of 1e-3."""
+        self._check(centre.network)
+        first = centre.first_order_radius
+        known = torch.zeros_like(first) if beyond is None else beyond
+        if self.one_by_one and len(first) > 1 and first.device.type == "cpu":
+            return _joined([self(one, least) for one, least in zip(centre.alone(), torch.split(known, 1), strict=True)])
+        least = torch.where(known > 0, known, _SMALLEST * first)
+        if centre.proved and not self.needs_no_guess:
+            most = self(centre.numerical, beyond).radius
+            begin, stride = most * (1 - PRECISION / 2), 1 - 4 * PRECISION
+        else:
+            most, begin, stride = _LARGEST * first, torch.where(known > 0, known, first), _STRIDE
+        begin = torch.where(centre.margin > 0, begin, 0.0)
+        radius, margin = torch.zeros_like(first), centre.margin
+        if bool((begin > 0).any()):
+            radius, margin = _largest(self.curve(centre), centre.margin, begin, least, most, stride)
+        return Radii(radius, torch.where(radius > 0, margin, centre.margin), (self.name,) * len(first))
+
+
+def _joined(parts: Sequence[Radii]) -> Radii:
+    """The radii of one batch from those of its members."""
+    return Radii(
+        torch.cat([part.radius for part in parts]),
+        torch.cat([part.margin for part in parts]),
+        tuple(name for part in parts for name in part.methods),
+        tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+    )
 
 
 def smallest_margin(centre: Centre, lost: Float64[Tensor, "b classes"]) -> Float64[Tensor, " b"]:
@@ -113,26 +147,36 @@ def smallest_margin(centre: Centre, lost: Float64[Tensor, "b classes"]) -> Float
     return torch.where(torch.isinf(centre.margins), torch.inf, left).amin(-1)
 
 
-def _largest(curve: Curve, centre: Centre, beyond: Float64[Tensor, " b"] | None) -> Float64[Tensor, " b"]:
-    """Bracketing, then bisection of the logarithm; every input goes its own way, whatever else is in the batch."""
-    start = centre.first_order_radius
-    given = torch.zeros_like(start) if beyond is None else beyond
-    eps = torch.where(given > 0, given, start)
-    low, high = torch.zeros_like(start), torch.full_like(start, torch.inf)
-    searching = centre.margin > 0
+def _largest(
+    curve: Curve, lead: Tensor, begin: Tensor, least: Tensor, most: Tensor, stride: float
+) -> tuple[Tensor, Tensor]:
+    """The largest radii (b) with a positive margin, and that margin; 0 where none is found.
+
+    Strides from `begin`, then interpolation of what is lost of the `lead`, as a power of the radius, and every third time
+    the middle. Every input goes its own way, whatever else is in the batch: not at all from 0, not below `least`, and not
+    above `most`.
+    """
+    eps, searching = begin, begin > 0
+    low, high = torch.zeros_like(eps), torch.full_like(eps, torch.inf)
+    above, below = lead, torch.full_like(eps, -torch.inf)  # the margins there
     for step in range(_STEPS):
-        positive = curve(eps) > 0
-        low = torch.where(searching & positive, eps, low)
-        high = torch.where(searching & ~positive, eps, high)
-        searching = searching & (high > low * (1 + PRECISION)) & (high > _SMALLEST * start) & (low < _LARGEST * start)
-        if step == 0:
-            searching = searching & (positive | (given == 0))
+        margin = curve(eps)
+        holds, fails = searching & (margin > 0), searching & ~(margin > 0)
+        low, above = torch.where(holds, eps, low), torch.where(holds, margin, above)
+        high, below = torch.where(fails, eps, high), torch.where(fails, margin, below)
+        apart = torch.minimum(high, most) > low * (1 + PRECISION)
+        searching = searching & apart & (high > least)
         if not bool(searching.any()):
             break
-        middle = torch.where(low > 0, torch.sqrt(low * high), high / 4)
-        middle = torch.where(torch.isinf(high), low * 2, middle)
-        eps = torch.where(searching, middle, eps)
-    return low
+        little, much = ((1 - end / lead).clamp(min=1e-6).log() for end in (above, below))
+        share = -little / (much - little)
+        # On the far side of the root, as seen from the nearer end: then both ends come close to it.
+        share = share + torch.where(share < 0.5, 1, -1) * (PRECISION / 3) / torch.log(high / low)
+        middle = torch.where((much < _STEEP) & (share < 1) & (step % 3 < 2), share, 0.5)
+        between = torch.where(low > 0, low * (high / low) ** middle, high * stride)
+        eps = torch.where(searching, torch.where(torch.isinf(high), low * 2, between), eps)
+        stride = max(stride**4, _STRIDE)
+    return low, above
 
 
 compositions: Registry[Method] = Registry("composition", group="holdfast.compositions")

@@ -17,10 +17,14 @@ from holdfast.network.network import Network
 @final
 @register_composition
 class BestComposition(Method):
-    """The largest radius of every composition that applies, and which one it was."""
+    """The largest radius of every composition that applies, and which one it was.
+
+    The one that reaches farthest as a rule goes first. Another one is then asked whether it certifies more, which it
+    finds out without proofs (see `Composition`) and proves only if so: for most inputs one composition proves something.
+    """
 
     name = "best"
-    cost = "that of all others; what they have in common is computed once"
+    cost = "that of the winner as a rule; the others are tried in plain float64"
     reference = "holdfast"
 
     def refusal(self, network: Network) -> str | None:
@@ -29,7 +33,7 @@ class BestComposition(Method):
     def __call__(self, centre: Centre, beyond: Float64[Tensor, " b"] | None = None) -> Radii:
         found: list[Radii] = []
         notes: list[str] = []
-        # The later ones reach farther as a rule; the others then only have to show that they do not.
+        # The later ones reach farther as a rule.
         for method in reversed(compositions.values()):
             if method is self:
                 continue

@@ -30,6 +30,7 @@ class Telescoped(Composition):
     cost = "p²/2 passes for p input numbers, one Jacobian for every piece; each radius is cheap after that"
     reference = "docs/math/telescoped.md"
     assumptions = "smooth pieces, at most 160 numbers that may move"
+    one_by_one = needs_no_guess = True
 
     def refusal(self, network: Network) -> str | None:
         return expansion.refusal(network)
@@ -47,8 +48,8 @@ class Telescoped(Composition):
 
         def margins(eps: Tensor) -> Tensor:
             least = cubic.least(eps.unsqueeze(-1).expand(at.margins.shape))
-            left = at.margins + least - at.left_out(eps)
-            left = torch.nextafter(left - left.abs() * 2.0**-50, torch.full_like(left, -torch.inf))
+            lost = at.left_out(eps)
+            left = at.margins + least - lost - (at.margins.abs() + least.abs() + lost) * 2.0**-50
             return left.masked_fill(own, torch.inf).amin(-1)
 
         return margins

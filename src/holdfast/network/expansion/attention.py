@@ -35,8 +35,8 @@ class LocalAttention(Local):
     """An attention layer at ũ; b inputs, h heads, rows i, keys j."""
 
     def __init__(self, piece: Attention, u: Tensor, directions: Directions) -> None:
-        super().__init__(u, directions)
-        layer, ball = piece.layer, Ball.exact(u)
+        layer, ball, n = piece.layer, Ball.exact(u), u.shape[-2]
+        super().__init__(u, directions, layer.h * n * (2 * n + 3 * layer.k) + 4 * (n + layer.k + layer.d + layer.d_out))
         self._h, self._residual = layer.h, layer.residual
         w = layer.weights(ball)
         maps = [join_heads(w.w_q * layer.scale), join_heads(w.w_k), join_heads(w.w_v), w.w_o.flatten(0, 1)]
@@ -46,10 +46,11 @@ class LocalAttention(Local):
         k, v = k - k.mid.mean(-2, keepdim=True), v - v.mid.mean(-2, keepdim=True)
         p = layer.probabilities(q @ k.mT)
         for each in (q, k, v):
-            self._coefficient(each, (-3, -2, -1))
+            error, size = (frobenius_upper(part, (-1,)).amax((-2, -1)) for part in (each.rad, each.mid))
+            self._coefficient(error, size)
         for each in maps:
-            self._coefficient(each, (-2, -1))
-        self.theta = self.theta + 16 * p.rad.sum(-1).amax((-2, -1))
+            self._coefficient(frobenius_upper(each.rad), frobenius_upper(each.mid))
+        self._coefficient(p.rad.sum(-1).amax((-2, -1)) * (1 + 1e-12), torch.ones_like(self.theta))
         self._w_q, self._w_k, self._w_v, self._w_o = (each.mid for each in maps)
         self._q, self._k, self._v, self._p = q.mid, k.mid, v.mid, p.mid
         self._seen = (p.mid != 0) | (p.rad != 0)  # keys that are not masked
@@ -66,13 +67,15 @@ class LocalAttention(Local):
         p, vo = self._p, self._v @ self._outer  # (b, h, n, d)
         spread = vo.unsqueeze(-3) - (p @ vo).unsqueeze(-2)  # (b, h, i, j, d)
         slack = 1 + 64 * self.theta.reshape(-1, 1, 1)
-        size = torch.linalg.vector_norm(vo, dim=-1).amax((-2, -1)).reshape(-1, 1, 1)
-        lost = 64 * self.theta.reshape(-1, 1, 1) * size
+        size = torch.linalg.vector_norm(self._v, dim=-1).amax((-2, -1)) * frobenius_upper(self._w_o)
+        self._value_size = size.reshape(-1, 1, 1)
+        lost = 64 * self.theta.reshape(-1, 1, 1) * self._value_size
         self._lengths = (
             torch.linalg.vector_norm(spread, dim=-1) * slack.unsqueeze(-1) + lost.unsqueeze(-1)
         ) * self._seen
         self._values = spread
-        self._value_std = thin_gram_norm(p.sqrt().unsqueeze(-1) * spread) * slack + lost
+        weight = self._most_p.sqrt().unsqueeze(-1)
+        self._value_std = thin_gram_norm(weight * spread) * slack + lost
         self._value_far = self._lengths.amax(-1)
         keys = self._k.unsqueeze(-3) - (p @ self._k).unsqueeze(-2)  # (b, h, i, j, k)
         w_q, w_k, w_v = (
@@ -81,9 +84,10 @@ class LocalAttention(Local):
         by_query = keys @ w_q.mT.unsqueeze(1)  # A (x_j - x̄_i)
         self._query_gram = by_query @ by_query.mT  # (b, h, i, j, j)
         size = torch.linalg.vector_norm(self._k, dim=-1).amax((-2, -1)) * frobenius_upper(self._w_q)
-        lost = (64 * self.theta * size).reshape(-1, 1, 1)
+        self._query_size = size.reshape(-1, 1, 1)
+        lost = 64 * self.theta.reshape(-1, 1, 1) * self._query_size
         self._by_query = torch.linalg.vector_norm(by_query, dim=-1) * (1 + 1e-12) + lost.unsqueeze(-1)
-        self._by_query_std = thin_gram_norm(p.sqrt().unsqueeze(-1) * by_query) * slack + lost
+        self._by_query_std = thin_gram_norm(weight * by_query) * slack + lost
         size = torch.linalg.vector_norm(self._q, dim=-1).amax((-2, -1)) * frobenius_upper(self._w_k)
         lost = (64 * self.theta * size).reshape(-1, 1, 1)
         self._by_key = torch.linalg.vector_norm(self._q @ w_k.mT, dim=-1) * (1 + 1e-12) + lost  # ‖a_i‖
@@ -143,14 +147,14 @@ class LocalAttention(Local):
 
     def _sizes(self, s: Tensor) -> None:
         """Forms of rows, (b, h, i, p, p), and sizes of single keys, with what rounding may have taken."""
-        p, d = self._p, self.directions
+        p, most, d = self._p, self._most_p, self.directions
         self._most = [self._s1.abs().amax((0, -3, -2, -1)), s.abs().amax((0, -3, -2, -1))]
         lost1, lost2 = ((8 * self.theta * self._logit_size(k) * d.p ** (k / 2)).reshape(-1, 1, 1) for k in (1, 2))
         rows = self._s1.permute(1, 2, 3, 4, 0)  # (b, h, i, j, p)
         full = d.full(s).permute(2, 3, 4, 5, 0, 1)  # (b, h, i, j, p, p)
         # Weights: p for mean squares, p‖ṽ‖ for means with the values' lengths.
         self._logits, self._bends = [], []
-        for weight in (p, p * self._lengths):
+        for weight in (most, most * self._lengths):
             linear = forms.of_rows(weight.sqrt().unsqueeze(-1) * rows)
             total = weight.sum(-1).sqrt()
             self._logits.append(forms.plus(linear, forms.unit(linear, lost1 * total)))
@@ -162,17 +166,17 @@ class LocalAttention(Local):
         ]
         self._spread_s = [forms.root(self._logits[0]), forms.root(self._bends[0])]
         # E[ℓ ṽ x] for numbers x of the keys, and for x_j = (A k̃_j)·y with a vector y.
-        seen = forms.of_rows((p.sqrt() * self._lengths).unsqueeze(-1) * rows)
-        heavy = (p * self._lengths.square()).sum(-1).sqrt()
+        seen = forms.of_rows((most.sqrt() * self._lengths).unsqueeze(-1) * rows)
+        heavy = (most * self._lengths.square()).sum(-1).sqrt()
         self._seen_logits = forms.plus(seen, forms.unit(seen, lost1 * heavy))
         gram = (self._values @ self._values.mT) * self._query_gram * (p.unsqueeze(-1) * p.unsqueeze(-2))
-        turned = forms.firm(rows.mT @ (gram @ rows))
-        slack = (64 * self.theta.reshape(-1, 1, 1) + 1e-9) * (p * self._lengths * self._by_query * self._size_s[0]).sum(
-            -1
-        )
-        self._turned_logits = forms.plus(turned, forms.unit(turned, slack + lost1 * heavy * self._by_query_std))
+        largest = (self._by_query * self._seen).amax(-1) + self._query_size
+        slack = 8 * lost1 * (self._value_far + self._value_size) * largest
+        absolute = (most * self._lengths * self._by_query).unsqueeze(-2) @ rows.abs()
+        turned = forms.firm(rows.mT @ (gram @ rows), absolute.square().sum((-2, -1)))
+        self._turned_logits = forms.plus(turned, forms.unit(turned, slack))
         first = torch.einsum("bhij,bhijd,bhijp->bhidp", p, self._values, rows)
-        self._first_rows = thin_gram_norm(first) + lost1 * self._value_far
+        self._first_rows = thin_gram_norm(first) + lost1 * (self._value_far + self._value_size)
         self._token_sizes()
 
     def _token_sizes(self) -> None:
@@ -195,7 +199,7 @@ class LocalAttention(Local):
         keys = self._k1.movedim(0, -1)  # (b, h, j, k, p)
         keys = keys.unsqueeze(2) - torch.einsum("bhij,bhjkp->bhikp", p, keys).unsqueeze(3)
         crossed = torch.einsum("bhij,bhijd,bhijkp->bhidkp", p, self._values, keys).flatten(-3, -2)
-        slack = (lost[0] * frobenius_upper(self._w_k)).reshape(-1, 1, 1) * self._value_far * 4
+        slack = (lost[0] * frobenius_upper(self._w_k)).reshape(-1, 1, 1) * (self._value_far + self._value_size) * 4
         crossed_form = forms.of_rows(crossed)
         self._crossed = forms.plus(crossed_form, forms.unit(crossed_form, slack))
         # Mean squares over the keys of a row; taking off their mean makes them no larger.
@@ -209,10 +213,12 @@ class LocalAttention(Local):
         if metric is None:
             flat = rows if k == 1 else rows.flatten(-3, -2)
             return forms.of_rows(flat)
-        factor = torch.linalg.qr(self._outer.mT, mode="r").R  # (h, k, k): RᵀR is the metric
+        factor = torch.linalg.qr(self._outer.mT, mode="r").R  # (h, k, k): RᵀR is the metric, up to `off`
+        off = frobenius_upper(metric - factor.mT @ factor) + 1e-12 * frobenius_upper(self._outer).square()
         turned = torch.einsum("hck,bhnk...->bhnc...", factor, rows)
         flat = turned if k == 1 else turned.flatten(-3, -2)
-        return forms.of_rows(flat) * (1 + 1e-10)
+        missed = (off.reshape(-1, 1) * rows.flatten(3).square().sum(-1)).sqrt()
+        return forms.of_rows(flat) * (1 + 1e-10) + forms.unit(flat, missed)
 
     def _mean(self, A: Tensor) -> Tensor:
         """(b, h, j, p, p) to (b, h, i, p, p): the mean over the keys of every row."""
@@ -250,7 +256,7 @@ class LocalAttention(Local):
         far = wide(self._value_far)  # the mean with weights p‖ṽ‖ is at most the mean with p times the largest length
         b, b_v = (forms.plus(self._bends[k] * e2, x) for k, x in enumerate((row, far * row)))
         t, t_v = (forms.plus(self._logits[k], x) for k, x in enumerate((b, b_v)))
-        growth = torch.exp(t_key.amax(-1).clamp(max=600.0))
+        growth = torch.exp(t_key.amax(-1))
         v_far = (
             _beside(e * self._size["v"][0] + e.square() * self._size["v"][1] + self._norm_v.unsqueeze(-1) * size, p)
             * self._seen
@@ -298,7 +304,7 @@ class LocalAttention(Local):
             Graded((*t.parts[:2], t.parts[2] + b.parts[2]), b.rest) for t, b in ((t_, bilinear_), (t2, bilinear2))
         )
         # The series of a = e^t - 1 - t, two factors in mean square: its mean, with ṽ, with ν.
-        growth = torch.exp(t_.total.clamp(max=600.0))
+        growth = torch.exp(t_.total)
         far, std = self._value_far, self._value_std
         mean = with_v = with_n = Graded.of(torch.zeros_like(far))
         power = t2

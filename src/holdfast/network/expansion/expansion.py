@@ -64,18 +64,13 @@ class Passage:
 
     Attributes:
         blocks: (b, i, i') norms of its blocks from token i' to token i, or (b, classes, i') for margins.
-        rows: (b, i) norms of its rows of blocks.
+        error: (b), or (b, classes) for margins: how far the computed one may be off, in the Frobenius norm.
         whole: (b) a bound of its Frobenius norm; without the factors of `Local.scale`, which the others have.
     """
 
     blocks: Tensor
-    rows: Tensor
+    error: Tensor
     whole: Tensor
-
-    def carry(self, r: Tensor) -> Tensor:
-        """(b, i) what a rest r (b, i') becomes."""
-        apart = (self.blocks @ r.unsqueeze(-1)).squeeze(-1)
-        return torch.minimum(apart, self.rows * torch.linalg.vector_norm(r, dim=-1, keepdim=True)) * (1 + 1e-10)
 
 
 @final
@@ -146,7 +141,7 @@ class Expansion:
         c = Ball.exact(self._head.bias.to(self.x))
         value = (rows @ Ball.exact(self.features.mT)).squeeze(-1) + (c[y].unsqueeze(-1) - c)
         self._rows, self.margins = rows.mid, value.lower
-        self._off = frobenius_upper(rows.rad, (-1,))  # (b, classes)
+        self._lengths = frobenius_upper(self._rows, (-1,)) * (1 + 1e-12)  # (b, classes)
         unit = torch.eye(p, dtype=torch.float64, device=self.x.device).reshape(p, 1, n, d).expand(p, b, n, d)
         J = self._jets_at_features(unit, 1)
         self.gradient = torch.einsum("bjc,tbc->bjt", self._rows, J.squeeze(-2))
@@ -230,12 +225,11 @@ class Expansion:
         error = self._error(len(self.spots), lost)
         whole = (_length(columns, None) + error) * (1 + 1e-12)
         adjoint = torch.einsum("tbc,bjc->jbt", columns.squeeze(-2), self._rows).reshape(-1, b, m, d)
-        lengths = torch.linalg.vector_norm(self._rows, dim=-1) * (1 + 1e-12)
-        slack = (error + whole * gamma(2 * self._rows.shape[-1] + 8)).unsqueeze(-1) * lengths
+        slack = (error + whole * gamma(2 * self._rows.shape[-1] + 8)).unsqueeze(-1) * self._lengths
         scaled = adjoint if scale is None else adjoint * scale
         slack = slack if scale is None else slack * scale.abs().amax()
         blocks = torch.linalg.vector_norm(scaled, dim=-1).movedim(0, 1) + slack.unsqueeze(-1)  # (b, classes, m)
-        self._ends[source] = Passage(blocks * (1 + 1e-12), lengths, whole)
+        self._ends[source] = Passage(blocks * (1 + 1e-12), slack, whole)
         return adjoint
 
     def _inside(self, source: int) -> bool:
@@ -259,20 +253,23 @@ class Expansion:
 
     def left_out(self, eps: Float64[Tensor, " b"]) -> Float64[Tensor, "b classes"]:
         """A bound of what the margins' cubic polynomials leave out on the ball of radius eps."""
-        total: Tensor = torch.zeros_like(self._ends[0].rows)
+        total: Tensor = torch.zeros_like(self._lengths)
         carried: list[tuple[Tensor | None, Tensor]] = []
         for k, spot in enumerate(self.spots):
             end, third = self._ends[k], None
             defect = (spot.defects[0] + spot.defects[1] * eps + spot.defects[2] * eps**2) * (1 + 1e-10)
-            total = total + (end.whole * (defect + spot.defects[3] * eps**3)).unsqueeze(-1) * end.rows
+            total = total + (end.whole * (defect + spot.defects[3] * eps**3)).unsqueeze(-1) * self._lengths
             if spot.curved is not None:
                 F = self._arriving(k, carried, eps)
                 third = spot.curved.third(F, eps)
                 fourth = spot.curved.fourth(forms.root(F) * eps.unsqueeze(-1) * (1 + 1e-10), eps)
                 total = total + (end.blocks @ fourth.unsqueeze(-1)).squeeze(-1)
+                # The twist was seen by computed adjoints; it is what `third` has beyond `fourth`.
+                twist = forms.trace(third) * eps.unsqueeze(-1).square() + fourth
+                total = total + end.error * torch.linalg.vector_norm(twist, dim=-1, keepdim=True)
             carried.append((third, defect))
         last = self._last[0] * eps + self._last[1] * eps**2
-        return (total + last.unsqueeze(-1) * self._ends[0].rows) * (1 + 1e-9)
+        return (total + last.unsqueeze(-1) * self._lengths) * (1 + 1e-9)
 
     def _arriving(self, k: int, carried: list[tuple[Tensor | None, Tensor]], eps: Tensor) -> Tensor:
         """(b, n, p, p) the size of F at the input of a spot: what earlier spots left out, and rounding."""
@@ -303,7 +300,7 @@ def _measure(columns: Tensor, shape: tuple[int, int], scale: Tensor | None, erro
     gram = S.mT @ S if S.shape[-1] <= S.shape[-2] else S @ S.mT
     lengths = torch.linalg.matrix_norm(S).square()
     blocks = gram_norm(gram, gamma(max(S.shape[-2:])) * lengths * 2) + error[:, None, None]
-    return Passage(blocks * (1 + 1e-12), blocks.amax(-1), whole)
+    return Passage(blocks * (1 + 1e-12), error, whole)
 
 
 def _length(jets: Tensor, count: Tensor | None) -> Tensor:

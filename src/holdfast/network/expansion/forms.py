@@ -1,8 +1,8 @@
 """Sizes as quadratic forms of the perturbation, so that different tokens share one budget.
 
-A size x(G) >= 0 is held by a positive semidefinite matrix A (p, p) with x(G)² <= GᵀAG for all ‖G‖ <= eps; a product of
-two sizes by a matrix with x(G) y(G) <= GᵀAG. A sum over tokens is then at most eps² times one largest eigenvalue, where
-a sum of suprema would let every token have the whole perturbation for itself.
+A size x(G) >= 0 is held by a positive semidefinite matrix A (p, p) with x(tg)² <= eps² gᵀAg for all unit g, t <= eps; a
+product of two sizes by a matrix with x y <= eps² gᵀAg. So (c/eps)² I holds a constant c. A sum over tokens is at most
+eps² times one largest eigenvalue, where a sum of suprema would let every token have the whole perturbation for itself.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from torch import Tensor
 
 from holdfast.network.expansion.norms import gram_norm
 
-_ROUNDING = 2.0**-36  # relative to the trace: pays for sums of up to 2¹⁶ products
+_ROUNDING = 2.0**-32  # relative to the trace: pays for sums of up to 2²⁰ products
 _LEAST = 1e-200
 
 
-def firm(A: Float64[Tensor, "*b p p"]) -> Float64[Tensor, "*b p p"]:
-    """A form that is not below A's exact value: what rounding may have taken is added, relative to the trace."""
-    return A + ((_ROUNDING * trace(A) + _LEAST) * torch.ones_like(A[..., 0, 0])).unsqueeze(-1).unsqueeze(-1) * _eye(A)
+def firm(A: Float64[Tensor, "*b p p"], size: Tensor | None = None) -> Float64[Tensor, "*b p p"]:
+    """A form that is not below A's exact value: what rounding may have taken is added, relative to the trace.
+
+    Where terms of A cancel, `size` is the trace of the same formula on absolute values.
+    """
+    return A + wide(_ROUNDING * (trace(A) if size is None else size) + _LEAST) * _eye(A)
 
 
 def trace(A: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ by token-wise forms, it bounds what its output has beyond (docs/math/telescoped.
     fourth   degree 4 and more, by numbers: it is what the margins' cubic polynomials leave out;
     twist    degree 3, exactly, seen by an adjoint: it makes these polynomials.
 
-Rounding. Jets are computed in plain float64. With inner products of at most 2¹² terms and at most 2¹² operations in a
-row, a computed number is within γ = 2⁻⁴⁰ of the exact one, relative to the same formula on absolute values; and
-coefficients that depend on ũ bring their own relative error, by balls. θ collects both, and θ times the formula on
-absolute values, bounded by the sizes that occurred, bounds the local defect of every jet.
+Rounding. Jets are computed in plain float64. With at most N roundings in a row, counting an inner product by its terms,
+a computed number is within γ_N of the exact one, relative to the same formula on absolute values; and coefficients that
+depend on ũ bring their own relative error, by balls. θ is above both together, and θ times the formula on absolute
+values, bounded by the sizes that occurred, bounds the local defect of every jet.
 """
 
 from __future__ import annotations
@@ -24,27 +24,30 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from holdfast.linalg import Ball
-from holdfast.linalg.rounding import frobenius_upper
 from holdfast.network.expansion import forms
 from holdfast.network.expansion.directions import Directions
 from holdfast.network.expansion.norms import thin_gram_norm
 
-GAMMA = 2.0**-40
+GAMMA = 2.0**-40  # of N = 2¹², twice
 _COEFFICIENTS = 16.0
 
 
 class Local(ABC):
     """One curved piece at ũ (b, n, d), a tensor that is taken as exact.
 
+    Args:
+        u: ũ.
+        directions: those of the network's input.
+        terms: N.
+
     Attributes:
         theta: (b) θ.
         largest: (b) the largest token norms of the jets at the input, of degree 1 and 2.
     """
 
-    def __init__(self, u: Float64[Tensor, "b n d"], directions: Directions) -> None:
+    def __init__(self, u: Float64[Tensor, "b n d"], directions: Directions, terms: int) -> None:
         self.u, self.directions = u, directions
-        self.theta = torch.full(u.shape[:1], GAMMA, dtype=torch.float64, device=u.device)
+        self.theta = torch.full(u.shape[:1], GAMMA * max(1.0, terms / 2**12), dtype=torch.float64, device=u.device)
         self.largest: list[Tensor] = []
 
     # -- what a kind writes
@@ -101,6 +104,7 @@ class Local(ABC):
         """Jets of degree k at the output; the first degree comes first."""
         self.largest.append(torch.linalg.vector_norm(jets, dim=-1).amax((0, -1)) * (1 + 1e-12))
         if k == 1:
+            self.theta = torch.where(self.theta < 1, self.theta, torch.inf)  # errors are counted to first order
             return self._first(jets)
         self._bend = self._bent(jets)
         return self._second(jets)
@@ -125,7 +129,6 @@ class Local(ABC):
         smaller = forms.wide(forms.root(along) <= wide)
         return torch.where(smaller, along, forms.unit(along, wide)) / 4
 
-    def _coefficient(self, ball: Ball, dims: tuple[int, ...]) -> None:
-        """Takes note of the relative error of a coefficient."""
-        size = frobenius_upper(ball.mid, dims)
-        self.theta = self.theta + _COEFFICIENTS * frobenius_upper(ball.rad, dims) / size.clamp(min=1e-300)
+    def _coefficient(self, error: Tensor, size: Tensor) -> None:
+        """Takes note of the error of a coefficient, relative to the size with which formulas count it."""
+        self.theta = self.theta + _COEFFICIENTS * error / size.clamp(min=1e-300)

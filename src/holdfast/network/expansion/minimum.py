@@ -52,14 +52,16 @@ class Cubic:
         g·G + GᵀHG/2 + T[G,G,G]/6 >= -‖r‖ eps - zᵀBz/2 - μ eps²/2: the quadratic form of G - z is not negative.
         """
         third = (eps / 3)[..., None, None]
-        A = self._H - third * self._P
+        exact = Ball.exact(self._H) - Ball.exact(third) * self._P
+        A = exact.mid
         w, U = torch.linalg.eigh(A)
         mu = _multiplier(w, (U.mT @ self._g.unsqueeze(-1)).squeeze(-1), eps)
-        mu = torch.maximum(mu, -w[..., 0] + 4 * _decomposition_error(A, w, U)).clamp(min=0.0)
+        off = 4 * _decomposition_error(A, w, U) + frobenius_upper(exact.rad)
+        mu = torch.maximum(mu, -w[..., 0] + off).clamp(min=0.0)
         z = -(U @ ((U.mT @ self._g.unsqueeze(-1)) / (w + mu.unsqueeze(-1)).clamp(min=1e-300).unsqueeze(-1)))
         z = torch.where(torch.isfinite(z), z, 0.0)
         eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
-        B = Ball.exact(self._H) - Ball.exact(third) * self._P + Ball.exact(mu[..., None, None] * eye)
+        B = exact + Ball.exact(mu[..., None, None] * eye)
         Bz = B @ z
         r = frobenius(Bz + self._g.unsqueeze(-1), (-2, -1))
         bent = (Bz.mT @ z).squeeze(-1).squeeze(-1)
@@ -87,4 +89,5 @@ def _decomposition_error(A: Tensor, w: Tensor, U: Tensor) -> Tensor:
     eye = torch.eye(size, dtype=A.dtype, device=A.device)
     turned = torch.linalg.matrix_norm(U.mT @ U - eye) + gamma(size + 8) * size
     error: Tensor = torch.linalg.matrix_norm(A - again)
-    return error + gamma(size + 8) * size * norm + 4 * norm * turned
+    error = error + gamma(size + 8) * size * norm + 4 * norm * turned
+    return error

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from holdfast.linalg import Ball
+from holdfast.linalg.rounding import frobenius_upper
 from holdfast.network.expansion import forms
 from holdfast.network.expansion.directions import Directions
 from holdfast.network.expansion.graded import Graded
@@ -27,16 +28,16 @@ class LocalNormalisation(Local):
     """A normalisation at ũ."""
 
     def __init__(self, piece: Normalisation, u: Tensor, directions: Directions) -> None:
-        super().__init__(u, directions)
+        super().__init__(u, directions, (u.shape[-2] + 8) * u.shape[-1])
         parts = piece.parts(Ball.exact(u))
         self._piece = piece
         length = parts.m.sqrt()
         n, c = parts.N / length, Ball.exact(torch.ones_like(u[..., :1])) / (parts.s * length)
         scale = parts.gamma * length
-        for ball in (n, c):
-            self._coefficient(ball, (-2, -1))
-        self._coefficient(scale, (-1,))
-        self._n, self._c, self._scale = n.mid, c.mid, scale.mid.expand(u.shape[-1])
+        self._coefficient(frobenius_upper(n.rad, (-1,)).amax(-1), torch.ones_like(self.theta))
+        self._coefficient((c.rad / c.mid).amax((-2, -1)), torch.ones_like(self.theta))
+        self._n, self._c, self._scale = n.mid, c.mid, scale.mid.expand(u.shape[-1])  # rounded within 4 ulps
+        self._most_c = c.upper.squeeze(-1)
 
     @property
     def output(self) -> torch.Size:
@@ -72,7 +73,7 @@ class LocalNormalisation(Local):
     def _sizes(self) -> None:
         """Forms of w_1, sizes of w_1, w_2/2, a_1, a_2/2 for every token, with what rounding may have taken."""
         lost1, lost2 = (8 * self.theta * x for x in self.largest)
-        p, c = self.directions.p, self._c.squeeze(-1)
+        p, c = self.directions.p, self._most_c
         lost1, lost2 = lost1.unsqueeze(-1) * c * p**0.5, lost2.unsqueeze(-1) * c * p
         linear = forms.of_rows(self._w1.permute(1, 2, 3, 0))
         self._linear = forms.plus(linear, forms.unit(linear, lost1))
@@ -85,25 +86,24 @@ class LocalNormalisation(Local):
 
     def third(self, F: Tensor, eps: Tensor) -> Tensor:
         """½‖w‖³/(1 - α)³ beyond degree 2 in w, and √(4/3)(‖w_1‖‖w - w_1‖ + ‖w - w_1‖²/2) inside it."""
-        c = self._c.squeeze(-1)
-        e = eps.unsqueeze(-1)
+        c, e = self._most_c, eps.unsqueeze(-1)
         E = self.moved(F, eps) * forms.wide(c.square())
         B = forms.plus(self._linear, E)
         far = forms.root(F) * c * e
-        alpha = self._size_a[0] * e + self._size_a[1] * e.square() + far
+        alpha = (self._size_a[0] * e + self._size_a[1] * e.square() + far) * (1 + 1e-12)
         beyond = e * forms.root(B) / torch.where(alpha < 1, 1 - alpha, 0.0) ** 3 / 2
         return (forms.wide(beyond) * B + _BENT * (forms.product(self._linear, E) + E / 2)) * (1 + 1e-10)
 
     def fourth(self, F: Tensor, eps: Tensor) -> Tensor:
         """With x = 2 n·w + ‖w‖², (1 + x)^{-1/2} = 1 - x/2 + 3x²/8 - 5x³/16 + 35x⁴/128 (1 + θx)^{-9/2}."""
-        e, away = eps.unsqueeze(-1), F * self._c.squeeze(-1)
+        e, away = eps.unsqueeze(-1), F * self._most_c
         w = Graded.of(self._size_w[0] * e, self._size_w[1] * e.square(), away)
         a = Graded.of(self._size_a[0] * e, self._size_a[1] * e.square(), away)
         b = w * w
         x = a.times(2.0) + b
         square = x * x
         cube = square * x
-        alpha = a.total
+        alpha = a.total * (1 + 1e-12)
         tail = Graded.of(x.total).all_rest().each(lambda t: t**4 / torch.where(alpha < 1, 1 - alpha, 0.0) ** 9)
         along = b.times(0.5) + square.times(0.375) + cube.times(0.3125) + tail.times(35 / 128)
         return (along.rest + (w * (a + along)).rest) * (1 + 1e-10)

@@ -25,7 +25,7 @@ def gram_norm(gram: Float64[Tensor, "*b m m"], error: Tensor, squarings: int = 2
         now = torch.linalg.matrix_norm(M) * (1 + 1e-12) + e
         now = torch.where(now > 0, now, 1.0)
         M, e, log = M / now[..., None, None], e / now + 4 * UNIT, log + torch.log(now) / 2 ** (k + 1)
-    top = (torch.linalg.matrix_norm(M) * (1 + 1e-12) + e).clamp(min=1e-300)
+    top = (frobenius_upper(M) + e).clamp(min=1e-300)
     bound = torch.exp((log + torch.log(top) / 2**squarings) / 2) * (1 + 1e-12)
     return torch.where(length == 0, 0.0, torch.minimum(bound, length.sqrt() * (1 + 1e-15)))  # not a number stays so
 

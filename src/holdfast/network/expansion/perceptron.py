@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from holdfast.linalg import Ball
-from holdfast.linalg.rounding import frobenius_upper
+from holdfast.linalg.rounding import down, frobenius_upper, up
 from holdfast.network.expansion import forms
 from holdfast.network.expansion.directions import Directions
 from holdfast.network.expansion.graded import Graded
@@ -23,14 +23,14 @@ class LocalPerceptron(Local):
     """A perceptron at ũ."""
 
     def __init__(self, piece: Mlp, u: Tensor, directions: Directions) -> None:
-        super().__init__(u, directions)
+        super().__init__(u, directions, u.shape[-2] * len(piece.b1) + 4 * (sum(piece.w1.shape) + len(piece.b2)))
         self._w1, self._w2, self._residual = piece.w1.to(u), piece.w2.to(u), piece.residual
         self._phi = piece.smooth_activation
         t = piece.before(Ball.exact(u))
         self._low, self._high = t.lower, t.upper
         slopes = [self._phi.derivative(k, t) for k in (1, 2, 3)]
         for slope in slopes:
-            self._coefficient(Ball(slope.mid.abs().amax(-1), slope.rad.amax(-1)), (-1,))
+            self._coefficient(slope.rad.amax((-2, -1)), slope.mid.abs().amax((-2, -1)))
         self._slopes = [slope.mid for slope in slopes]
         self._bends = [self._phi.range(k, self._low, self._high).magnitude for k in (2, 3)]  # |φ''|, |φ'''| at t
         self._lengths = torch.linalg.vector_norm(self._w1, dim=0) * (1 + 1e-12)
@@ -74,16 +74,17 @@ class LocalPerceptron(Local):
         h1 = self._h1.permute(1, 2, 3, 0)  # (b, n, units, p)
         bent = self._slopes[1].unsqueeze(-1) * h1
         gram = (self._w1.mT @ self._w1) * (self._w2 @ self._w2.mT)
-        along = forms.firm(bent.mT @ (gram @ bent))
-        lost_form = (self.theta + lost1.amax((-2, -1))).reshape(-1, 1)
-        most = self._bends[0].amax(-1) * frobenius_upper(self._w1) * frobenius_upper(self._w2)
-        self._crossed = forms.plus(along, forms.unit(along, lost_form * most))
+        size = (self._lengths * self._outer @ bent.abs()).square().sum(-1)
+        along = forms.firm(bent.mT @ (gram @ bent), size)
+        bend = self._bends[0].amax((-2, -1)).unsqueeze(-1)
+        lost = lost1.squeeze(-1) * bend * frobenius_upper(self._w1) * frobenius_upper(self._w2)
+        self._crossed = forms.plus(along, forms.unit(along, lost.expand(along.shape[:2])))
         # ‖D²f‖ from the Khatri-Rao Gram matrix, as in docs/math/pieces.md.
-        weighted = self._bends[0].unsqueeze(-1) * self._w2  # an upper bound of |φ''| would not do: signs count
         exact = self._slopes[1].unsqueeze(-1) * self._w2
         K = (self._w1.mT @ self._w1).square()
-        size = torch.linalg.matrix_norm(weighted).square() * torch.linalg.matrix_norm(K)
-        self._curvature = gram_norm(exact.mT @ (K @ exact), (self.theta.unsqueeze(-1) * 8 + 1e-12) * size)
+        size = (bend * frobenius_upper(self._w2)).square() * K.diagonal().sum()
+        error = (self.theta.unsqueeze(-1) * 8 * size).expand(exact.shape[:2])
+        self._curvature = gram_norm(exact.mT @ (K @ exact), error)
 
     def _quadratic(self, h: Tensor) -> Tensor:
         """(pairs, b, n, units) as (b, n, units, p, p)."""
@@ -91,13 +92,18 @@ class LocalPerceptron(Local):
 
     # -- beyond
 
+    def _largest(self, k: int, total: Tensor) -> Tensor:
+        """The largest |φ⁽ᵏ⁾| that is reached by units that move by at most `total`."""
+        total = total * (1 + 1e-12)
+        return self._phi.range(k, down(self._low - total), up(self._high + total)).magnitude
+
     def third(self, F: Tensor, eps: Tensor) -> Tensor:
         """|φ'''| |h|³/6 of every unit, D²f[h_1, h - h_1] and D²f[h - h_1, h - h_1]/2 of all together."""
         e = eps.reshape(-1, 1, 1)
         E = self.moved(F, eps)
         away = self._size_h[1] * e.square() + self._lengths * (forms.root(F) * eps.unsqueeze(-1)).unsqueeze(-1)
         total = self._size_h[0] * e + away
-        far = self._phi.range(3, self._low - total, self._high + total).magnitude
+        far = self._largest(3, total)
         weight = self._outer * far * total / 6
         h1 = self._h1.permute(1, 2, 3, 0)
         linear = forms.firm((weight.sqrt().unsqueeze(-1) * h1).mT @ (weight.sqrt().unsqueeze(-1) * h1))
@@ -110,7 +116,7 @@ class LocalPerceptron(Local):
         e = eps.reshape(-1, 1, 1)
         h = Graded.of(self._size_h[0] * e, self._size_h[1] * e.square(), F.unsqueeze(-1) * self._lengths)
         total = h.total
-        far = self._phi.range(4, self._low - total, self._high + total).magnitude
+        far = self._largest(4, total)
         square = h * h
         lost = self._bends[0] * square.rest / 2 + self._bends[1] * (square * h).rest / 6 + far * total**4 / 24
         # ‖c W₂‖ in two ways, c being known entry by entry.
@@ -133,7 +139,8 @@ class LocalPerceptron(Local):
         inner = (bends[0] * h1, bends[0] * h2 + bends[1] * h1**2, 3 * bends[1] * h1 * h2 + bends[2] * h1**3)[k - 1]
         units = math.sqrt(self._w1.shape[-1])
         straight = abs(self._residual) * self.largest[k - 1] if k < 3 else 0.0
-        return 4 * self.theta * (inner * units * frobenius_upper(self._w2) + straight)
+        error: Tensor = 4 * self.theta * (inner * units * frobenius_upper(self._w2) + straight)
+        return error
 
     def push_size(self) -> Tensor:
         bends = self._slopes[0].abs().amax((-2, -1))

@@ -1,0 +1,174 @@
+"""What the expansion of a curved piece must satisfy: jets are derivatives, and no remainder is above its bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from holdfast.network import LayerNorm, Mlp, Piece, RMSNorm, SmoothPiece, SmoothProject
+from holdfast.network.attention import Attention
+from holdfast.network.expansion import forms
+from holdfast.network.expansion.attention import LocalAttention
+from holdfast.network.expansion.directions import Directions
+from holdfast.network.expansion.local import Local
+from holdfast.network.expansion.normalisation import LocalNormalisation
+from holdfast.network.expansion.perceptron import LocalPerceptron
+from holdfast.testing.draw import Dice, draw
+from holdfast.testing.draw_pieces import draw_piece
+from holdfast.testing.pieces import PieceCase
+from holdfast.testing.probes import climb
+
+#: How a piece of each kind is expanded.
+LOCALS: Mapping[type[Piece], Callable[[Any, Tensor, Directions], Local]] = MappingProxyType(
+    {
+        Attention: LocalAttention,
+        LayerNorm: LocalNormalisation,
+        Mlp: LocalPerceptron,
+        RMSNorm: LocalNormalisation,
+        SmoothProject: LocalNormalisation,
+    }
+)
+_STARTS = 12
+_NOISE = 1e-12  # of float64 values, beside the numbers that they are differences of
+
+
+@dataclass(frozen=True, eq=False)
+class LocalCase:
+    """A piece, the jets at its input, and forms of what else its input moves by.
+
+    Attributes:
+        name: what is particular about them.
+        piece: a curved piece.
+        u: (b, n, d) where it stands.
+        J: (p, b, n, d) jets along directions.
+        H: (pairs, b, n, d) jets along pairs.
+        Q: (b, n, p, p) forms of F.
+        eps: the radius.
+    """
+
+    name: str
+    piece: Piece
+    u: Tensor
+    J: Tensor
+    H: Tensor
+    Q: Tensor
+    eps: float
+
+    @property
+    def directions(self) -> Directions:
+        return Directions(len(self.J), self.u.device)
+
+    def local(self) -> tuple[Local, Tensor, Tensor]:
+        """The expanded piece, and the jets at its output."""
+        local = LOCALS[type(self.piece)](self.piece, self.u, self.directions)
+        with torch.no_grad():
+            return local, local.jets(1, self.J), local.jets(2, self.H)
+
+    def moves(self, G: Float64[Tensor, "*s b p"]) -> tuple[Tensor, Tensor]:
+        """J[G] and H[G, G]/2."""
+        full = self.directions.full(self.H)
+        bent = torch.einsum("...bp,...bq,pqbnd->...bnd", G, G, full)
+        return torch.einsum("...bp,pbnd->...bnd", G, self.J), bent / 2
+
+
+def draw_local(kind: type[Piece], seed: int, *, extreme: bool = True) -> LocalCase:
+    """A piece of one kind with jets, some of them zero or alike, and forms; the same for the same seed."""
+    dice = Dice(1000 * list(LOCALS).index(kind) + seed)
+    if kind is Attention:
+        layer = draw(seed)
+        case = PieceCase(layer.name, Attention(layer.layer), layer.x.double())
+    else:
+        case = draw_piece(kind, seed, extreme=extreme)
+    u = case.u
+    p, (b, n, d) = dice.pick(1, 2, 3, 5, 8), u.shape
+    size = dice.pick(1.0, 1.0, 1e-2, float(u.abs().max()) + 1e-9)
+    eps = dice.pick(1e-6, 1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0)
+    J, H = size * dice.normal(p, b, n, d), size * dice.normal(p * (p + 1) // 2, b, n, d) * dice.pick(0.1, 1.0, 5.0)
+    shape = dice.pick("", "", "one token", "rank one", "alike")
+    if shape == "one token":
+        J = J * torch.nn.functional.one_hot(torch.tensor(dice.pick(*range(n))), n).to(J).unsqueeze(-1)
+    if shape == "rank one":
+        J = J[:, :, :1, :1] * dice.normal(1, b, n, d)
+    if shape == "alike":
+        J = J[:, :, :1].expand(p, b, n, d).contiguous()
+    rank = dice.pick(1, p)
+    R = dice.normal(b, n, p, rank) * (size * eps**2 * dice.pick(1e-3, 0.1, 1.0))
+    # A part that is missing lets the bounds of the others stand alone.
+    parts = dice.pick("JHF", "JHF", "J", "H", "F", "JF", "HF", "JH")
+    J, H, R = J * ("J" in parts), H * ("H" in parts), R * ("F" in parts)
+    words = [case.name, shape, f"p {p}", f"eps {eps:g}", parts]
+    return LocalCase(", ".join(word for word in words if word), case.piece, u, J, H, R @ R.mT, eps)
+
+
+def shares(case: LocalCase, seed: int, inside: float = 1.0) -> dict[str, float]:
+    """The largest remainders that an ascent finds on a sphere inside the ball, as shares of their bounds.
+
+    Radii of 1e-3 and below are so small that differences would drown in rounding: there the first term of the remainder
+    is taken for it, by derivatives.
+
+    Args:
+        case: the piece and how it moves.
+        seed: of the starts.
+        inside: the radius of the sphere, as a share of the ball's.
+    """
+    local, _, _ = case.local()
+    eps = torch.full((len(case.u),), case.eps, dtype=torch.float64)
+    with torch.no_grad():
+        third, largest = local.third(case.Q, eps), forms.root(case.Q) * case.eps
+        fourth = local.fourth(largest, eps)
+    scale = torch.ones(()).double() if (factors := local.scale()) is None else factors
+    p, (b, n, d) = len(case.J), case.u.shape
+
+    def share(g: Tensor, F: Tensor) -> Tensor:
+        """Of `third` for the first half of the starts, of `fourth` for the second."""
+        g = g.squeeze(-2) / torch.linalg.vector_norm(g, dim=(-2, -1)).unsqueeze(-1)
+        size = torch.einsum("sbp,bnpq,sbq->sbn", g, case.Q, g).clamp(min=1e-300).sqrt() * case.eps
+        size = torch.cat([size[:_STARTS], largest.expand_as(size[_STARTS:])])
+        F = F / torch.linalg.vector_norm(F, dim=-1, keepdim=True) * size.unsqueeze(-1)
+        bound = torch.einsum("sbp,bmpq,sbq->sbm", g, third, g) * case.eps**2
+        bound = torch.cat([bound[:_STARTS], fourth.expand_as(bound[_STARTS:])])
+        rest, noise = _remainders(case, g * (case.eps * inside), F, leading=case.eps <= 1e-3 and inside == 1)
+        length = torch.linalg.vector_norm(rest / scale, dim=-1)
+        known = torch.isfinite(bound) & (bound * scale.abs().amin() > 1e6 * _NOISE * noise)
+        return torch.where(known, length / bound, 0.0).amax(-1)
+
+    dice = Dice(seed)
+    start = dice.normal(2 * _STARTS, b, 1, p), dice.normal(2 * _STARTS, b, n, d)
+    with torch.no_grad():
+        found = share(*climb(share, torch.ones(()).double(), *start)).nan_to_num(nan=0.0)
+    return {"third": float(found[:_STARTS].max()), "fourth": float(found[_STARTS:].max())}
+
+
+def _remainders(case: LocalCase, G: Tensor, F: Tensor, *, leading: bool) -> tuple[Tensor, Tensor]:
+    """What is beyond degree 2 and Df[F], then what is beyond degree 3; and the size of what it is a difference of."""
+    f = case.piece
+    assert isinstance(f, SmoothPiece)
+    a, h = case.moves(G)
+    u = case.u.expand(F.shape).contiguous()
+
+    def bent(v: Tensor) -> Tensor:
+        return f.push2(v, a, a)
+
+    third = _along(bent, u, a) / 6 + f.push2(u, a, h)
+    if leading:
+        fourth = _along(lambda v: _along(bent, v, a), u, a) / 24 + _along(bent, u, h) / 2
+        rests = third, fourth + f.push2(u, h, h) / 2 + f.push2(u, a, F)
+        parts = [third]
+    else:
+        parts = [f.value(u + a + h + F), f.value(u), f.push(u, a + h), f.push(u, F), bent(u) / 2, third]
+        beyond = parts[0] - parts[1] - parts[2] - parts[3] - parts[4]
+        rests = beyond, beyond - third
+    noise = torch.stack([torch.linalg.vector_norm(part.detach(), dim=-1) for part in parts]).sum(0)
+    return torch.cat([rests[0][:_STARTS], rests[1][_STARTS:]]), noise
+
+
+def _along(f: Callable[[Tensor], Tensor], u: Tensor, a: Tensor) -> Tensor:
+    """The derivative of f at u along a."""
+    slope: Tensor = torch.func.jvp(f, (u,), (a,))[1]
+    return slope
