@@ -6,10 +6,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks import jasmin, local_lipschitz, tight_bounds
+from benchmarks import jasmin, local_lipschitz, tight_bounds, training
 from benchmarks.harness import one_thread
 
-BENCHMARKS = {"jasmin": jasmin.run, "local_lipschitz": local_lipschitz.run, "tight_bounds": tight_bounds.run}
+BENCHMARKS = {
+    "jasmin": jasmin.run,
+    "local_lipschitz": local_lipschitz.run,
+    "tight_bounds": tight_bounds.run,
+    "training": training.run,
+}
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import torch
 import typer
 
 import holdfast
-from holdfast.cli import analyze, campaign, certify, demo, doctor, layers, lipschitz, repro
+from holdfast.cli import analyze, campaign, certify, demo, doctor, layers, lipschitz, models, repro, train
 from holdfast.errors import HoldfastError
 
 app = typer.Typer(
@@ -28,6 +28,8 @@ app.command("attention")(lipschitz.attention)
 app.command("certify")(certify.certify)
 app.command("merge")(certify.merge)
 app.command("verify")(certify.verify)
+app.command("train")(train.train)
+app.add_typer(models.app, name="models")
 app.command("demo")(demo.demo)
 app.command("campaign")(campaign.campaign)
 app.command("doctor")(doctor.doctor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,6 +16,8 @@ from holdfast.cli.work import Job, carry_out, emit_json
 from holdfast.repro import jasmin as jasmin_module
 from holdfast.repro import networks as networks_module
 from holdfast.repro import tightness as module
+from holdfast.repro import vit as vit_module
+from holdfast.repro.vit_training import Initialisation, Recipe, Setting
 from holdfast.results import Guarantee
 
 app = typer.Typer(help="Make the tables and figures of the documentation again.", no_args_is_help=True)
@@ -122,3 +125,38 @@ def networks(
     if not as_json and done.results:
         Console().print(networks_module.table(done.results), f"Written: {path}", sep="\n")
     done.exit(len(jobs))
+
+
+@app.command("vit")
+def vit(
+    recipe: Annotated[Recipe, typer.Option(help="How to train: plain, or so that radii can be proved.")] = "plain",
+    layers: Annotated[str, typer.Option(help="Depths, separated by commas.")] = "2,4",
+    digits: Annotated[int, typer.Option(min=1, help="How many test digits to certify for each model.")] = 8,
+    methods: Annotated[str, typer.Option(help="Compositions, separated by commas.")] = "telescoped",
+    init: Annotated[Initialisation, typer.Option(help="Of the weights, with the plain recipe.")] = "huggingface",
+    seed: Annotated[int, typer.Option(help="Of the training.")] = 0,
+    epochs: Annotated[int, typer.Option(min=1, help="Of the training.")] = 60,
+    out: Annotated[Path, typer.Option(help="Folder for the JSON file and the trained models.")] = Path("results"),
+    as_json: Json = False,
+) -> None:
+    """Proved radius against attack radius on standard ViTs trained on digits; trained models are kept."""
+    names = methods.split(",")
+    settings = [Setting(int(depth), recipe, init, seed, epochs) for depth in read_eps(layers)]
+    trained = carry_out([Job(f"train {one.name}", partial(vit_module.prepare, one, digits, out)) for one in settings])
+    trained.exit(len(settings))
+    # Attacks come last: they take more memory than certificates, whose own use is part of the result.
+    places = [(subject, i) for subject in trained.results for i in range(len(subject.places))]
+    done = carry_out([Job(f"{s.setting.name}, digit {i}", partial(vit_module.certify, s, i, names)) for s, i in places])
+    done.exit(len(places))
+    attacks = carry_out([Job(f"attack {s.setting.name}", partial(vit_module.attack, s)) for s in trained.results])
+    attacks.exit(len(settings))
+    measured = []
+    for subject, nearest in zip(trained.results, attacks.results, strict=True):
+        rows = [row for (owner, _), row in zip(places, done.results, strict=True) if owner is subject]
+        one = vit_module.Measurement(subject.setting, subject.accuracy, subject.training, rows, nearest)
+        measured.append(one)
+    kind = f"plain-{init}" if recipe == "plain" else recipe
+    path = out / f"vit-{kind}.json"
+    emit_json("repro vit", {"models": [one.to_dict() for one in measured]}, stdout=as_json, out=path)
+    if not as_json:
+        Console().print(vit_module.table(measured), f"Written: {path}", sep="\n")

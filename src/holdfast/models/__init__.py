@@ -3,18 +3,22 @@
 from holdfast.models.config import ModelConfig, config, named_configs, read_config
 from holdfast.models.digits import Digits, DigitsViT, demo_digits, load_digits_vit
 from holdfast.models.files import load, save
+from holdfast.models.shelf import Shelved, put_on_shelf, shelved
 from holdfast.models.transformer import Transformer
 
 __all__ = [
     "Digits",
     "DigitsViT",
     "ModelConfig",
+    "Shelved",
     "Transformer",
     "config",
     "demo_digits",
     "load",
     "load_digits_vit",
     "named_configs",
+    "put_on_shelf",
     "read_config",
     "save",
+    "shelved",
 ]

@@ -23,12 +23,12 @@ DIGITS_FILE = Path(__file__).with_name("digits_test.safetensors")
 class Block(nn.Module):
     """A pre-LayerNorm transformer block: attention, then an MLP, each added to its input."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, units: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(nn.Linear(width, units), nn.GELU(), nn.Linear(units, width))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps tokens (b, n, d) to tokens of the same shape."""
@@ -46,15 +46,16 @@ class DigitsViT(nn.Module):
         depth: number of blocks.
         width: dimension d of a token.
         heads: attention heads per block; must divide `width`.
+        mlp: hidden units of every MLP; four times the width unless told.
     """
 
-    def __init__(self, depth: int = 2, width: int = 32, heads: int = 4) -> None:
+    def __init__(self, depth: int = 2, width: int = 32, heads: int = 4, mlp: int | None = None) -> None:
         super().__init__()
         patches = (SIDE // PATCH) ** 2
         self.embedding = nn.Linear(PATCH**2, width)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(0.02 * torch.randn(1, 1 + patches, width))
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(Block(width, heads, mlp or 4 * width) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, CLASSES)
 

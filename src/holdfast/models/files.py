@@ -6,11 +6,14 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 
 from holdfast.errors import InputError
-from holdfast.models.config import config_from
+from holdfast.models.config import ModelConfig, config_from
 from holdfast.models.transformer import Transformer
 from holdfast.storage import Pathlike, read_metadata, read_tensors, write_tensors
+
+SHELF = Path(__file__).with_name("shelf")  # trained models that come with the package
 
 _KEY = "holdfast_model"
 
@@ -27,13 +30,25 @@ def save(model: Transformer, path: Pathlike, notes: Mapping[str, str] | None = N
 
 
 def load(path: Pathlike) -> Transformer:
-    """Reads a model that `save` wrote; it is frozen and in evaluation mode."""
+    """Reads a model that `save` wrote, or one on the shelf by its name; it is frozen and in evaluation mode."""
+    file = shelf_file(path) or path
+    model = Transformer(stored_config(file))
+    try:
+        model.load_state_dict(read_tensors(file))
+    except RuntimeError as error:
+        raise InputError(f"{os.fspath(file)!r}: the tensors do not fit the config in the file: {error}") from None
+    return model.eval().requires_grad_(False)
+
+
+def stored_config(path: Pathlike) -> ModelConfig:
+    """The config of a model that `save` wrote."""
     stored = read_metadata(path).get(_KEY)
     if stored is None:
         raise InputError(f"{os.fspath(path)!r} is not a model of this package: its metadata has no {_KEY}")
-    model = Transformer(config_from(json.loads(stored), os.fspath(path)))
-    try:
-        model.load_state_dict(read_tensors(path))
-    except RuntimeError as error:
-        raise InputError(f"{os.fspath(path)!r}: the tensors do not fit the config in the file: {error}") from None
-    return model.eval().requires_grad_(False)
+    return config_from(json.loads(stored), os.fspath(path))
+
+
+def shelf_file(name: Pathlike) -> Path | None:
+    """The file of a model on the shelf; None where there is none of this name."""
+    file = SHELF / f"{os.fspath(name)}.safetensors"
+    return file if file.parent == SHELF and file.is_file() else None

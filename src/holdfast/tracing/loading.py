@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from holdfast.errors import HoldfastError, InputError
 from holdfast.models.digits import load_digits_vit
 from holdfast.models.files import load as load_certifiable
+from holdfast.models.files import shelf_file
 from holdfast.storage import Pathlike, read_tensors
 from holdfast.tracing.extras import require
 from holdfast.tracing.pictures import Preparation, read_picture
@@ -115,13 +116,13 @@ def load_classifier(model: str, *, download: bool = False) -> nn.Module:
     """A classifier in evaluation mode, frozen, float32.
 
     Args:
-        model: what `load` takes for a model with a classification head; a file that `holdfast.models.save` wrote; or
-            `digits`, the bundled ViT.
+        model: what `load` takes for a model with a classification head; a file that `holdfast.models.save` wrote; a
+            name on the shelf (`holdfast models`); or `digits`, the bundled ViT.
         download: whether files that are missing may be fetched.
     """
     if model == "digits":
         return load_digits_vit()
-    file = Path(model)
+    file = shelf_file(model) or Path(model)
     if file.suffix == ".safetensors" and not (file.parent / "config.json").is_file():
         return load_certifiable(file)
     if model.startswith("timm:"):

@@ -1,15 +1,39 @@
-"""Training: the JaSMin penalty, and a monitor of how smooth attention stays."""
+"""Training: of models that can be certified (`train`); the JaSMin penalty, and a monitor, for any model."""
 
 from typing import TYPE_CHECKING, Any
 
+from holdfast.train.config import DataConfig, TrainConfig, TrainingConfig, read_training
 from holdfast.train.jasmin import jasmin
+from holdfast.train.loop import Epoch, Progress, TrainingRun, train
+from holdfast.train.losses import LOSSES, Loss
 from holdfast.train.monitor import LayerState, Monitor, MonitorRecord
 from holdfast.train.penalty import JaSMin
+from holdfast.train.slopes import SLOPES, MarginSlope
 
 if TYPE_CHECKING:
     from holdfast.train.huggingface import JaSMinTrainer, MonitorCallback
 
-__all__ = ["JaSMin", "JaSMinTrainer", "LayerState", "Monitor", "MonitorCallback", "MonitorRecord", "jasmin"]
+__all__ = [
+    "LOSSES",
+    "SLOPES",
+    "DataConfig",
+    "Epoch",
+    "JaSMin",
+    "JaSMinTrainer",
+    "LayerState",
+    "Loss",
+    "MarginSlope",
+    "Monitor",
+    "MonitorCallback",
+    "MonitorRecord",
+    "Progress",
+    "TrainConfig",
+    "TrainingConfig",
+    "TrainingRun",
+    "jasmin",
+    "read_training",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,79 @@
+"""`models`: the configs that come with the package, and the trained models on the shelf."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from holdfast.certification import read
+from holdfast.cli.inputs import Json
+from holdfast.cli.work import emit_json
+from holdfast.models import ModelConfig, named_configs
+from holdfast.models.shelf import Shelved, put_on_shelf, shelved
+
+app = typer.Typer(help="The models that come with the package.", invoke_without_command=True)
+
+
+@app.callback()
+def models(context: typer.Context, as_json: Json = False) -> None:
+    """List the trained models on the shelf, and the configs that `train` knows by name."""
+    if context.invoked_subcommand is not None:
+        return
+    configs, shelf = named_configs(), shelved()
+    payload = {
+        "shelf": [each.to_dict() for each in shelf],
+        "configs": {name: asdict(config) for name, config in configs.items()},
+    }
+    emit_json("models", payload, stdout=as_json, out=None)
+    if not as_json:
+        console = Console()
+        console.print(_shelf_table(shelf) if shelf else "The shelf holds no trained model.", _config_table(configs))
+
+
+@app.command("add")
+def add(
+    name: Annotated[str, typer.Argument(help="Its name on the shelf.")],
+    model: Annotated[Path, typer.Argument(help="The model.safetensors that train wrote.")],
+    certified: Annotated[list[Path] | None, typer.Option(help="The file of a run of certify; repeat.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Put a trained model on the shelf, with what was certified of it."""
+    found = put_on_shelf(name, model, *(read(path).run() for path in certified or ()))
+    emit_json("models add", found.to_dict(), stdout=as_json, out=None)
+    if not as_json:
+        Console().print(_shelf_table((found,)))
+
+
+def _shelf_table(shelf: tuple[Shelved, ...]) -> Table:
+    table = Table("model", "data", "clean %", "certified %", "content off %", "seed", "trained by", title="shelf")
+    for each in shelf:
+        test = each.training.get("test", {})
+        off = f"{100 * test['content_off']:.1f}" if "content_off" in test else ""
+        rows = each.certified or (None,)
+        for run in rows:
+            if run is None:
+                known = ("", f"{100 * test['clean']:.1f}" if "clean" in test else "", "")
+            else:
+                shares = ", ".join(f"{100 * share:.1f} at {radius}" for radius, share in run.accuracy.items())
+                known = (run.data, f"{100 * run.clean:.1f}", f"{shares} ({run.guarantee}, {run.inputs} inputs)")
+            table.add_row(each.name, *known, off, each.seed, each.command)
+    return table
+
+
+def _config_table(configs: dict[str, ModelConfig]) -> Table:
+    """One row for each file; a grid shows its first and its number."""
+    table = Table("config", "input", "width", "depth", "heads", "tokens", "members", title="configs")
+    families: dict[str, list[str]] = defaultdict(list)
+    for name in configs:
+        families[name.split()[0]].append(name)
+    for family, members in families.items():
+        c = configs[members[0]]
+        sizes = (str(size) for size in (c.width, c.depth, c.heads, c.grid[0] * c.grid[1]))
+        table.add_row(family if len(members) == 1 else members[0], c.input, *sizes, str(len(members)))
+    return table

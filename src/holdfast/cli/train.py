@@ -1,0 +1,90 @@
+"""`train`: a config becomes a model."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import TimeRemainingColumn
+
+from holdfast.cli.inputs import Json
+from holdfast.cli.work import INTERRUPTED, emit_json, progress_bar, say_written
+from holdfast.train.config import TrainingConfig, read_training
+from holdfast.train.loop import Progress
+from holdfast.train.loop import train as run_training
+
+
+def train(
+    config: Annotated[str, typer.Argument(help="A TOML file, or a name that `holdfast models` lists.")],
+    out: Annotated[Path | None, typer.Option(help="Folder; default: runs/NAME-seed-SEED.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Instead of the seed in the config.")] = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in the folder, or begin anew.")] = True,
+    device: Annotated[str | None, typer.Option(help="Such as cuda:1; default: what accelerate chooses.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data files; default: HOLDFAST_DATA.")] = None,
+    checkpoint_seconds: Annotated[float, typer.Option(help="Time between two checkpoints.")] = 60.0,
+    as_json: Json = False,
+) -> None:
+    """Train a model that can be certified; an interrupted training goes on with the same command."""
+    chosen = read_training(config)
+    chosen = chosen if seed is None else chosen.with_seed(seed)
+    folder = out or Path("runs") / f"{Path(chosen.name).stem.replace(' ', '-')}-seed-{chosen.train.seed}"
+    with progress_bar() as bar:
+        bar.columns = (*bar.columns, TimeRemainingColumn(elapsed_when_finished=True))
+        task = bar.add_task("starting", total=None)
+
+        def tell(now: Progress) -> None:
+            bar.update(task, description=_line(chosen, now), completed=now.step, total=now.steps)
+
+        run = run_training(
+            chosen,
+            folder,
+            resume=resume,
+            device=device,
+            data_dir=data_dir,
+            checkpoint_seconds=checkpoint_seconds,
+            command=shlex.join(["holdfast", *sys.argv[1:]]),
+            progress=tell,
+        )
+    if not run.writes:
+        return
+    record = {
+        "config": chosen.to_dict(),
+        "folder": str(folder),
+        "finished": run.finished,
+        "seconds": run.seconds,
+        "history": [vars(each) for each in run.history],
+        "test": run.test,
+    }
+    emit_json("train", record, stdout=as_json, out=None)
+    if not run.finished:
+        typer.echo(f"holdfast: interrupted; the same command goes on from {folder}", err=True)
+        raise typer.Exit(INTERRUPTED)
+    if not as_json:
+        _show(chosen, run.test, run.seconds)
+        say_written(folder / "model.safetensors", folder / "checkpoint.safetensors", folder / "run.json")
+
+
+def _line(config: TrainingConfig, now: Progress) -> str:
+    text = f"loss {now.loss:.3f}"
+    if now.last is not None:
+        radius = config.train.radius
+        text += (
+            f"  clean {100 * now.last.clean:.1f} %  certified at {radius:.3g}: about {100 * now.last.certified:.1f} %"
+        )
+    return text
+
+
+def _show(config: TrainingConfig, test: dict[str, object], seconds: float) -> None:
+    console = Console(highlight=False)
+    console.print(f"{config.name}: {seconds:.0f} s")
+    if test:
+        clean, certified, off = (100 * float(str(test[key])) for key in ("clean", "certified", "content_off"))
+        console.print(
+            f"{test['inputs']} inputs of {test['split']}: clean {clean:.1f} %, content off {off:.1f} %, "
+            f"certified at {config.train.radius:.3g} about {certified:.1f} % (an estimate)",
+            soft_wrap=True,
+        )

@@ -1,0 +1,130 @@
+"""The shelf: trained models that come with the package, each a file that says what is known of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+from holdfast.errors import InputError
+from holdfast.models import files
+from holdfast.models.config import ModelConfig
+from holdfast.results import CertificationRun
+from holdfast.storage import Pathlike, read_metadata, read_tensors, write_tensors
+
+LIMIT = 8_000_000  # bytes of one file
+
+_KEY = "holdfast_shelf"
+
+
+@final
+@dataclass(frozen=True)
+class Certified:
+    """What a run of `holdfast certify` showed of a model.
+
+    Attributes:
+        data: the data set and its split's checksum stand in the run; this is its name.
+        inputs: how many were certified.
+        method: the composition.
+        guarantee: "proved", or "numerical": then `accuracy` is an estimate.
+        clean: share of right answers.
+        accuracy: certified, by radius.
+        attacked: what an attack leaves, by radius; empty where there was none.
+        command: that made the run.
+    """
+
+    data: str
+    inputs: int
+    method: str
+    guarantee: str
+    clean: float
+    accuracy: dict[str, float]
+    attacked: dict[str, float]
+    command: str
+
+    @classmethod
+    def of(cls, run: CertificationRun) -> Certified:
+        """The numbers of a run that is complete."""
+        if run.missing:
+            raise InputError(f"the run lacks {len(run.missing)} inputs; certify them first: the same command goes on")
+        radii = {f"{radius:.6g}": radius for radius in run.radii}
+        return cls(
+            run.data,
+            len(run.records),
+            run.settings["method"],
+            run.settings["guarantee"],
+            run.clean(),
+            {name: run.accuracy(radius) for name, radius in radii.items()},
+            {name: run.attacked(radius) for name, radius in radii.items()} if run.attacked_too else {},
+            run.command or "",
+        )
+
+
+@final
+@dataclass(frozen=True)
+class Shelved:
+    """A model on the shelf.
+
+    Attributes:
+        name: by which `holdfast.models.load` and `holdfast certify` know it.
+        config: of the model.
+        seed: of its training.
+        command: that trained it.
+        training: the record of the training: config, versions, curves, content-off accuracy.
+        certified: what was certified.
+    """
+
+    name: str
+    config: ModelConfig
+    seed: str
+    command: str
+    training: Mapping[str, Any]
+    certified: tuple[Certified, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return asdict(self)
+
+
+def shelved() -> tuple[Shelved, ...]:
+    """The models on the shelf, by name."""
+    return tuple(_read(path) for path in sorted(files.SHELF.glob("*.safetensors")))
+
+
+def put_on_shelf(name: str, path: Pathlike, *runs: CertificationRun) -> Shelved:
+    """Copies a trained model onto the shelf, with what was certified of it.
+
+    Args:
+        name: on the shelf.
+        path: of the model, as `holdfast train` writes it.
+        runs: of `holdfast certify` on the same weights.
+    """
+    from holdfast.certification.settings import weights_digest  # which itself loads models
+
+    if not name or Path(name).name != name:
+        raise InputError(f"the name is {name!r}; expected a word without slashes")
+    digest = weights_digest(files.load(path).to_network())
+    for run in runs:
+        if run.settings["weights"] != digest:
+            raise InputError(f"the run on {run.data!r} certified other weights than those of {str(path)!r}")
+    notes = {_KEY: json.dumps([asdict(Certified.of(run)) for run in runs])}
+    target = files.SHELF / f"{name}.safetensors"
+    size = Path(path).stat().st_size
+    if size > LIMIT:
+        raise InputError(f"{str(path)!r} has {size:,} bytes; the shelf takes files of at most {LIMIT:,}")
+    write_tensors(target, read_tensors(path), read_metadata(path) | notes)
+    return _read(target)
+
+
+def _read(path: Path) -> Shelved:
+    notes = read_metadata(path)
+    return Shelved(
+        path.stem,
+        files.stored_config(path),
+        notes.get("seed", ""),
+        notes.get("command", ""),
+        json.loads(notes.get("training", "{}")),
+        tuple(Certified(**each) for each in json.loads(notes.get(_KEY, "[]"))),
+    )

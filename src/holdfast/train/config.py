@@ -1,0 +1,163 @@
+"""What a training is: the tables [model], [data] and [train] of one TOML file."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, final
+
+from holdfast.data import SOURCES
+from holdfast.errors import InputError, UnknownNameError
+from holdfast.models.config import CONFIGS, ModelConfig, config_from, named_configs
+from holdfast.storage import Pathlike
+from holdfast.train.augment import AUGMENTATIONS
+from holdfast.train.losses import CrossEntropy, Loss
+from holdfast.train.slopes import Gains, MarginSlope
+from holdfast.train.tables import from_table, to_table
+
+_TABLES = ("model", "data", "train", "grid")
+
+
+@final
+@dataclass(frozen=True)
+class DataConfig:
+    """What a model is trained on.
+
+    Attributes:
+        name: a data set of `holdfast.data`, or a safetensors file with `inputs` and `labels`.
+        validation: inputs of the training split that are kept apart and measured on; the same for every seed.
+        augment: what is done to images, in order: flip, crop, shift, colour.
+    """
+
+    name: str
+    validation: int = 0
+    augment: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in self.augment:
+            AUGMENTATIONS[name]
+
+
+@final
+@dataclass(frozen=True)
+class TrainConfig:
+    """How it is trained.
+
+    Attributes:
+        epochs: passes over the data; the last batch of each is left out where it is not full.
+        batch: inputs of a step, over all processes.
+        losses: the terms of the loss.
+        lr: of AdamW, for all that is not orthogonal.
+        weight_decay: of AdamW.
+        manifold_lr: spectral length of a step of the orthogonal maps.
+        momentum: of these.
+        schedule: how both rates fall after the warm-up.
+        warmup: share of the training in which they rise.
+        precision: of the products; weights stay float32.
+        compile: whether torch.compile runs the step, and in which mode.
+        seed: of the first weights, the order of the inputs and their augmentation.
+        evaluate_every: epochs between two measurements.
+        radius: at which certified accuracy is estimated.
+        slope: what estimates it.
+    """
+
+    epochs: int
+    batch: int = 256
+    losses: tuple[Loss, ...] = (CrossEntropy(),)
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    manifold_lr: float = 0.01
+    momentum: float = 0.95
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup: float = 0.05
+    precision: Literal["float32", "bf16"] = "float32"
+    compile: Literal["no", "default", "reduce-overhead", "max-autotune"] = "no"
+    seed: int = 0
+    evaluate_every: int = 1
+    radius: float = 36 / 255
+    slope: MarginSlope = field(default_factory=Gains)
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch", "evaluate_every", "lr", "manifold_lr"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"{name} of [train] is {getattr(self, name)}; expected a positive number")
+        if not self.losses:
+            raise InputError("losses of [train] is empty; expected at least one [[train.losses]]")
+        if not self.warmup < 1:
+            raise InputError(f"warmup of [train] is {self.warmup}; expected a share of the training below 1")
+
+    def rate(self, progress: float) -> float:
+        """The factor of both learning rates when this share of the training is done."""
+        if progress < self.warmup:
+            return progress / self.warmup
+        rest = (progress - self.warmup) / (1 - self.warmup)
+        return {"constant": 1.0, "linear": 1 - rest, "cosine": (1 + math.cos(math.pi * rest)) / 2}[self.schedule]
+
+
+@final
+@dataclass(frozen=True)
+class TrainingConfig:
+    """A whole file.
+
+    Attributes:
+        name: of the config that comes with the package, or the path of its file.
+        model: table [model].
+        data: table [data].
+        train: table [train].
+    """
+
+    name: str
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+
+    def __post_init__(self) -> None:
+        classes = SOURCES[self.data.name].classes if self.data.name in SOURCES else self.model.classes
+        if classes != self.model.classes:
+            raise InputError(f"classes of [model] is {self.model.classes}; {self.data.name!r} has {classes}")
+        if self.data.augment and self.model.input == "words":
+            raise InputError(f"augment of [data] is {list(self.data.augment)}; expected none for a model of words")
+
+    def with_seed(self, seed: int) -> TrainingConfig:
+        """The same training from another seed."""
+        return replace(self, train=replace(self.train, seed=seed))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The tables, ready for JSON."""
+        return {"model": asdict(self.model), "data": to_table(self.data), "train": to_table(self.train)}
+
+
+def read_training(source: Pathlike) -> TrainingConfig:
+    """The training that a TOML file describes, or a config that comes with the package, by its name.
+
+    Example:
+        >>> read_training("digits-smooth").data.name
+        'digits'
+    """
+    name = str(source)
+    shipped = named_configs()
+    if name not in shipped and not name.endswith(".toml"):
+        raise UnknownNameError("config (neither a file .toml nor a name)", name, shipped)
+    path = CONFIGS / f"{name.split()[0]}.toml" if name in shipped else Path(source)
+    tables = _read(path)
+    model = shipped[name] if name in shipped else config_from(tables["model"], name)
+    data = from_table(DataConfig, tables["data"], f"[data] in {name}")
+    return TrainingConfig(name, model, data, from_table(TrainConfig, tables["train"], f"[train] in {name}"))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"no file {str(path)!r}; expected a TOML file with [model], [data] and [train]") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read as TOML: {error}") from None
+    for name in tables:
+        if name not in _TABLES:
+            raise UnknownNameError(f"table of {path}:", name, _TABLES)
+    missing = [f"[{name}]" for name in ("model", "data", "train") if name not in tables]
+    if missing:
+        raise InputError(f"{path} has no {' and no '.join(missing)}; a training needs [model], [data] and [train]")
+    return tables

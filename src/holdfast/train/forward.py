@@ -1,0 +1,100 @@
+"""One pass of a certifiable model, with all that a loss may ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from holdfast.errors import InputError
+from holdfast.models.transformer import Transformer
+from holdfast.nn import SelfAttention
+from holdfast.train.jasmin import widened
+
+
+@final
+@dataclass(frozen=True)
+class ForwardPass:
+    """A model at a batch.
+
+    Attributes:
+        model: that ran.
+        x: (b, …) what an adversary moves: images, or the embeddings of words.
+        labels: (b,).
+        logits: (b, classes) in float32.
+        entering: what enters each attention, in order.
+        progress: the share of the training that is done, a scalar.
+        pullback: cotangents of the features (b, 1, d) to cotangents of x; None unless it was asked for.
+    """
+
+    model: Transformer
+    x: Tensor
+    labels: Int64[Tensor, " b"]
+    logits: Float[Tensor, "b classes"]
+    entering: tuple[Tensor, ...]
+    progress: Float[Tensor, ""]
+    pullback: Callable[[Tensor], tuple[Tensor]] | None = None
+
+    def pull(self, cotangent: Float[Tensor, "b 1 d"]) -> Tensor:
+        """The gradient by x of ⟨cotangent, features⟩; it can be differentiated again."""
+        if self.pullback is None:
+            raise InputError("this pass was run without its pullback; expected run(…, differentiate=True)")
+        return self.pullback(cotangent)[0]
+
+    @property
+    def margins(self) -> Float[Tensor, "b classes"]:
+        """f_y - f_j for every class j."""
+        return self.logits.gather(1, self.labels.unsqueeze(1)) - self.logits
+
+    @property
+    def rivals(self) -> Int64[Tensor, " b"]:
+        """The class with the largest logit beside the label."""
+        return self.logits.detach().scatter(1, self.labels.unsqueeze(1), -torch.inf).argmax(1)
+
+
+def run(
+    model: Transformer,
+    inputs: Tensor,
+    labels: Int64[Tensor, " b"],
+    progress: Float[Tensor, ""] | None = None,
+    *,
+    differentiate: bool = False,
+) -> ForwardPass:
+    """Runs the model.
+
+    Args:
+        model: a certifiable model.
+        inputs: images or word ids, as the model takes them.
+        labels: of the inputs.
+        progress: the share of the training that is done; 1 where there is none.
+        differentiate: also give the pullback, by kernels that can be differentiated twice.
+    """
+    x = inputs if model.words is None else model.words(inputs)
+    progress = torch.ones((), device=x.device) if progress is None else progress
+    if not differentiate:
+        z, entering = features(model, x)
+        return ForwardPass(model, x, labels, logits_of(model, z), entering, progress)
+    with sdpa_kernel(SDPBackend.MATH):
+        found: Any = torch.func.vjp(lambda at: features(model, at), x, has_aux=True)
+        z, pullback, entering = found
+    return ForwardPass(model, x, labels, logits_of(model, z), entering, progress, pullback)
+
+
+def features(model: Transformer, x: Tensor) -> tuple[Float[Tensor, "b 1 d"], tuple[Tensor, ...]]:
+    """What enters the head, and what enters each attention before it."""
+    entering: list[Tensor] = []
+    for layer in model.body:
+        if isinstance(layer, SelfAttention):
+            entering.append(x)
+        x = layer(x)
+    return model.pool(x), tuple(entering)
+
+
+def logits_of(model: Transformer, z: Float[Tensor, "b 1 d"]) -> Float[Tensor, "b classes"]:
+    """The logits of features, in float32 at least."""
+    return widened(model.head(z).squeeze(1))

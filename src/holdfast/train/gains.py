@@ -1,0 +1,167 @@
+r"""How steep and how curved an attention layer is at an input: closed forms that are cheap to differentiate.
+
+For F(X) = residual · X + [P_l X W_l^V]_l W^O the derivative along Γ is residual · Γ + [P_l Γ W_l^V]_l W^O + [U_l]_l W^O
+with rows u_li = Σ_j p_lij s°_lij v_lj, where v_lj = x_j W_l^V and s°_lij is the change of the scores less its mean
+under p_li. The blocks of the second term are independent, so it is at most c_V c_O max_l ‖P_l‖ ‖Γ‖ for c_V = ‖W^V‖,
+c_O = ‖W^O‖. In the third, by Cauchy and Schwarz under p_li,
+
+    ‖u_li‖ <= Ω_li · Var_li(s)^½,   Ω_li² = λ_max Cov_li(v_l),   k_lj, q_li scaled by the root of the scale,
+    Var_li(s)^½ <= κ_li ‖γ_i W_l^Q‖ + (Σ_j p_lij (q_li · γ_j W_l^K)²)^½,   κ_li² = λ_max Cov_li(k_l),
+
+so that over all rows and heads its norm is at most
+
+    c_O S_Ω,  S_Ω = max_li Ω_li κ_li ‖W^Q‖ + max_lj λ_max(Σ_i Ω_li² p_lij q_li q_liᵀ)^½ ‖W^K‖.
+
+The second derivative along Γ has the rows Σ_j p_lij (s°_lij² + s''_lij)° v_lj + 2 Σ_j p_lij s°_lij γ_j W_l^V with
+s''_lij = 2 γ_i W_l^Q · γ_j W_l^K. Let S be S_Ω with 1 for Ω; and as ‖e_j - p_li‖ <= √2, |s°_lij| <= T ‖Γ‖ with
+
+    T = max ‖k_lj - E_li k_l‖ ‖W^Q‖ + √2 max ‖q_li‖ ‖W^K‖.
+
+Then the three parts have norms of at most T S_Ω, 2 max Ω ‖W^Q‖ ‖W^K‖ and 2 S c_V, all times c_O.
+
+Norms and λ_max come from a few steps of power iteration, which approach from below: an estimate, for training.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from holdfast.attention.layer import split_heads
+from holdfast.errors import InputError
+from holdfast.nn import Entrywise, Layer, LayerProject, Linear, MeanPool, PositionCodes, SelfAttention
+from holdfast.nn.arrangement import Arrangement
+from holdfast.train.jasmin import widened
+
+_STEPS = 3  # of power iteration for the many matrices of a batch …
+_WEIGHT_STEPS = 16  # … and for a weight, which all inputs share
+
+
+@final
+@dataclass(frozen=True)
+class Steepness:
+    """Estimates of the norms of the first two derivatives of a layer at its inputs."""
+
+    gain: Tensor | float
+    curvature: Tensor | float
+
+
+def attention_steepness(attention: SelfAttention, x: Float[Tensor, "b n d"]) -> Steepness:
+    """Estimates (b,) of the right-hand sides above, differentiable in x and the weights."""
+    heads = attention.heads
+    q, k, v = (widened(split_heads(each(x), heads)) for each in (attention.query, attention.key, attention.value))
+    with torch.autocast(x.device.type, enabled=False):
+        root = q.shape[-1] ** -0.25
+        q, k, v = q * root, _centred(k) * root, _centred(v)
+        scores = q @ k.mT  # softmax does not see that the keys were centred
+        if attention.position_scores is not None:
+            scores = scores + attention.position_scores
+        p = scores.softmax(-1)
+        W_Q, W_K = map_gain(attention.query) * root, map_gain(attention.key) * root
+        c_V, c_O = map_gain(attention.value), map_gain(attention.output)
+        omega, kappa = _largest_covariance(p, v), _largest_covariance(p, k)
+        S_omega = _peak(omega * kappa) * W_Q + _peak(_largest_moment(p.mT * omega.unsqueeze(-2), q)) * W_K
+        S = _peak(kappa) * W_Q + _peak(_largest_moment(p.mT, q)) * W_K
+        mean = p @ k
+        apart = k.square().sum(-1).unsqueeze(-2) - 2 * mean @ k.mT + mean.square().sum(-1, keepdim=True)
+        T = _peak(apart.amax(-1)) * W_Q + math.sqrt(2) * _peak(q.square().sum(-1)) * W_K
+        fixed = c_V * norm_of_rows(p).amax(-1)
+        return Steepness(
+            abs(attention.residual) + c_O * (fixed + S_omega),
+            c_O * (T * S_omega + 2 * _peak(omega) * W_Q * W_K + 2 * S * c_V),
+        )
+
+
+def layer_steepness(layer: object) -> Steepness:
+    """What is known of another layer by its construction."""
+    if isinstance(layer, Linear):
+        return Steepness(map_gain(layer), 0.0)
+    if isinstance(layer, Entrywise):
+        return Steepness(layer.gain, layer.curvature)
+    if isinstance(layer, LayerProject):
+        # Of y / √(1 + |y|²) the second derivative is at most 3t (1 + t²)^(-5/2) <= 48 / (25 √5), at t = |y| = 1/2.
+        return Steepness(layer.gain, 48 / (25 * math.sqrt(5)) / layer.radius if layer.smooth else math.inf)
+    if isinstance(layer, Arrangement | MeanPool | PositionCodes):
+        return Steepness(layer.gain, 0.0)
+    if isinstance(layer, Layer) and math.isfinite(layer.gain):
+        return Steepness(layer.gain, math.inf)
+    raise InputError(f"{type(layer).__name__} has no gain that is known; use another slope, such as margin-gradient")
+
+
+def map_gain(linear: Linear) -> Float[Tensor, ""] | float:
+    """‖W‖: by construction where the map keeps it, else estimated."""
+    return linear.gain if math.isfinite(linear.gain) else norm_estimate(linear.weight)
+
+
+def norm_estimate(w: Float[Tensor, "m n"]) -> Float[Tensor, ""]:
+    """‖W‖ from below, differentiable; the start is the same every time."""
+    with torch.no_grad(), torch.autocast(w.device.type, enabled=False):
+        v = torch.cos(torch.arange(w.shape[1], device=w.device, dtype=w.dtype) ** 2)  # in no direction of its own
+        for _ in range(_WEIGHT_STEPS):
+            v = _unit(w.mT @ (w @ v))
+    with torch.autocast(w.device.type, enabled=False):
+        return length(w @ v)
+
+
+def norm_of_rows(p: Float[Tensor, "b h n n"]) -> Float[Tensor, "b h"]:
+    """‖P‖ of matrices with entries that are not negative: the top vectors are not negative, and so is the start."""
+    with torch.no_grad():
+        v = torch.ones_like(p[..., :1])
+        for _ in range(_STEPS):
+            v = _unit(p.mT @ (p @ v), -2)
+    return length(p @ v, -2).squeeze(-1)
+
+
+def length(t: Tensor, dim: int = -1, *, keepdim: bool = False) -> Tensor:
+    """The l2 norm along a dimension; its derivative at 0 is 0."""
+    found: Tensor = torch.linalg.vector_norm(t, dim=dim, keepdim=keepdim)
+    return found
+
+
+def each_length(t: Float[Tensor, "b ..."]) -> Float[Tensor, "b ..."]:
+    """The l2 norm of every input of a batch, in float32 at least, in a shape that divides it."""
+    return length(widened(t.flatten(1)), 1).reshape(-1, *[1] * (t.ndim - 1))
+
+
+def _largest_covariance(p: Float[Tensor, "b h n n"], z: Float[Tensor, "b h n k"]) -> Float[Tensor, "b h n"]:
+    """λ_max of the covariance of z under every row of p."""
+    mean = p @ z
+    with torch.no_grad():
+        w = _unit(mean + _start(z))
+        for _ in range(_STEPS):
+            w = _unit((p * (w @ z.mT)) @ z - mean * (mean * w).sum(-1, keepdim=True))
+    along = w @ z.mT
+    return (p * (along - (p * along).sum(-1, keepdim=True)).square()).sum(-1)
+
+
+def _largest_moment(weights: Float[Tensor, "b h n n"], z: Float[Tensor, "b h n k"]) -> Float[Tensor, "b h n"]:
+    """λ_max of Σ_j weights_ij z_j z_jᵀ for every i."""
+    with torch.no_grad():
+        w = _unit(weights @ z + _start(z))
+        for _ in range(_STEPS):
+            w = _unit((weights * (w @ z.mT)) @ z)
+    return (weights * (w @ z.mT).square()).sum(-1)
+
+
+def _peak(squares: Float[Tensor, "b h n"]) -> Float[Tensor, " b"]:
+    """The largest root over heads and rows."""
+    return squares.clamp(min=1e-20).sqrt().amax((-2, -1))
+
+
+def _start(z: Tensor) -> Tensor:
+    """A little of every direction."""
+    return 1e-3 * z.abs().mean((-2, -1), keepdim=True)
+
+
+def _centred(z: Tensor) -> Tensor:
+    """Less a common row, which no covariance sees."""
+    return z - z.mean(-2, keepdim=True)
+
+
+def _unit(v: Tensor, dim: int = -1) -> Tensor:
+    return v / length(v, dim, keepdim=True).clamp(min=1e-30)

@@ -1,0 +1,335 @@
+"""`train`: a config becomes a model, a checkpoint to go on from, and a JSON file of the run."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+import holdfast
+from holdfast.data import SOURCES, Dataset, load
+from holdfast.errors import HoldfastError, InputError
+from holdfast.models import Transformer, save
+from holdfast.nn import ManifoldStep, manifold_parameters
+from holdfast.storage import Pathlike, write_text
+from holdfast.train.augment import AUGMENTATIONS
+from holdfast.train.checkpoint import Checkpoint
+from holdfast.train.config import TrainConfig, TrainingConfig, read_training
+from holdfast.train.objective import Measurement, Objective, measure, measure_content
+from holdfast.train.place import Place, find_place
+
+_SPLIT_SEED = 0  # every seed of a training keeps the same inputs apart
+_MEASURED = 2000  # training inputs that are measured on where none are kept apart
+_TELL_EVERY = 20  # steps between two looks at the loss: on a GPU each of them waits
+
+
+@final
+@dataclass(frozen=True)
+class Epoch:
+    """The state after so many epochs.
+
+    Attributes:
+        epoch: how many are done.
+        loss: mean over the steps of the last one.
+        clean: accuracy on the inputs kept apart, or on some of the training inputs.
+        certified: there, by the estimate of the config.
+        seconds: since the beginning of the training.
+    """
+
+    epoch: int
+    loss: float
+    clean: float
+    certified: float
+    seconds: float
+
+
+@final
+@dataclass(frozen=True)
+class TrainingRun:
+    """What came out.
+
+    Attributes:
+        config: what was asked for.
+        model: as it is now; in evaluation mode.
+        history: the measurements, in order.
+        test: accuracies on the held-out split, and what attention makes of content; empty unless finished.
+        finished: whether all epochs are done.
+        seconds: of training, over all starts.
+        folder: of model.safetensors, checkpoint.safetensors and run.json.
+        writes: whether this process wrote them; with several processes only the first does.
+    """
+
+    config: TrainingConfig
+    model: Transformer
+    history: tuple[Epoch, ...]
+    test: dict[str, Any]
+    finished: bool
+    seconds: float
+    folder: Path
+    writes: bool
+
+
+@final
+@dataclass(frozen=True)
+class Progress:
+    """How far a training is.
+
+    Attributes:
+        step: steps that are done.
+        steps: of the whole training.
+        loss: of the last step that was looked at.
+        last: the last measurement, or None.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    last: Epoch | None
+
+
+def train(
+    config: TrainingConfig | Pathlike,
+    out: Pathlike,
+    *,
+    resume: bool = True,
+    data_dir: Pathlike | None = None,
+    device: str | None = None,
+    checkpoint_seconds: float = 60.0,
+    command: str = "",
+    progress: Callable[[Progress], None] | None = None,
+) -> TrainingRun:
+    """Trains a certifiable model.
+
+    A training that was interrupted, killed or not, goes on from its last checkpoint, and on a CPU ends with the same
+    weights, bit for bit.
+
+    Args:
+        config: a `TrainingConfig`, the path of its TOML file, or the name of one that comes with the package.
+        out: folder for model.safetensors, checkpoint.safetensors and run.json.
+        resume: go on from the checkpoint in that folder; otherwise begin anew.
+        data_dir: folder of the data files.
+        device: such as "cuda:1"; by default what accelerate chooses, or a GPU if there is one.
+        checkpoint_seconds: time between two checkpoints.
+        command: the command line, where there is one.
+        progress: is told how far the training is. If it is interrupted (KeyboardInterrupt), the run ends with the last
+            checkpoint.
+
+    Example:
+        >>> run = train("digits-smooth", "out/digits")
+        >>> run.history[-1].clean, run.test["certified"]
+    """
+    if not isinstance(config, TrainingConfig):
+        config = read_training(config)
+    place = find_place(device)
+    training = _Training(config, Path(out), data_dir, place, command)
+    return training.run(resume, checkpoint_seconds, progress if place.rank == 0 else None)
+
+
+@final
+class _Training:
+    """All that the steps of one training share, and its state."""
+
+    def __init__(
+        self, config: TrainingConfig, folder: Path, data_dir: Pathlike | None, place: Place, command: str
+    ) -> None:
+        self._config, self._c, self._folder, self._data_dir = config, config.train, folder, data_dir
+        self._place, self._command = place, command
+        data = _read(config, "train", data_dir)
+        part, self._watched = _split(data, config.data.validation)
+        self._inputs, self._labels = part.inputs.to(place.device), part.labels.to(place.device)
+        self._per_epoch = max(1, len(part) // self._c.batch)
+        self._steps = self._per_epoch * self._c.epochs
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._c.seed)
+            self._model = Transformer(config.model).to(place.device)
+        self._optimisers = _optimisers(self._model, self._c)
+        objective = Objective(self._model, self._c.losses, bf16=self._c.precision == "bf16")
+        if self._c.compile != "no":
+            objective.compile(mode=self._c.compile)
+        self._objective = place.prepare(objective)
+        self._generator = torch.Generator(place.device)
+        identity = {**config.to_dict(), "checksum": data.checksum, "holdfast": holdfast.__version__}
+        self._checkpoint = Checkpoint(folder / "checkpoint.safetensors", identity)
+        self._step, self._earlier, self._began = 0, 0.0, time.perf_counter()
+        self._history: list[Epoch] = []
+        self._loss_sum = torch.zeros((), device=place.device)
+        self._whole = True  # whether the state is that between two steps
+
+    def run(self, resume: bool, checkpoint_seconds: float, tell: Callable[[Progress], None] | None) -> TrainingRun:
+        """Does the steps that are left."""
+        if resume and self._checkpoint.exists():
+            notes = self._checkpoint.read(self._model, self._optimisers, self._loss_sum)
+            self._step, self._earlier = notes["step"], notes["seconds"]
+            self._history = [Epoch(**each) for each in notes["history"]]
+        saved = self._began = time.perf_counter()
+        order = None
+        try:
+            while self._step < self._steps:
+                epoch, number = divmod(self._step, self._per_epoch)
+                order = self._order(epoch) if order is None or number == 0 else order
+                loss = self._take_step(order[number * self._c.batch : (number + 1) * self._c.batch])
+                if number + 1 == self._per_epoch:
+                    self._end_epoch(epoch + 1)
+                self._whole = True
+                if time.perf_counter() - saved > checkpoint_seconds:
+                    self._save({})
+                    saved = time.perf_counter()
+                if tell is not None and (self._step % _TELL_EVERY == 0 or self._step == self._steps):
+                    last = self._history[-1] if self._history else None
+                    tell(Progress(self._step, self._steps, loss.item(), last))
+            return self._finish()
+        except KeyboardInterrupt:
+            if self._whole:
+                self._save({})
+            return self._outcome({}, finished=False)
+
+    def _order(self, epoch: int) -> Tensor:
+        """The inputs in the order of an epoch; random numbers depend on the seed, the epoch and the step alone."""
+        chosen = torch.Generator().manual_seed((self._c.seed << 33) + (1 << 32) + epoch)
+        return torch.randperm(len(self._labels), generator=chosen).to(self._place.device)
+
+    def _take_step(self, chosen: Tensor) -> Tensor:
+        """One step on these inputs, or on this process's part of them."""
+        mine = chosen[self._place.rank :: self._place.count]
+        inputs, labels = self._inputs[mine], self._labels[mine]
+        stream = (self._c.seed << 33) + self._step * self._place.count + self._place.rank
+        self._generator.manual_seed(stream)
+        for name in self._config.data.augment:
+            inputs = AUGMENTATIONS[name](inputs, self._generator)
+        done = self._step / self._steps
+        loss: Tensor = self._objective(inputs, labels, torch.tensor(done, device=self._place.device))
+        rate = self._c.rate((self._step + 1) / self._steps)
+        for optimiser in self._optimisers.values():
+            for group in optimiser.param_groups:
+                group["lr"] = rate * group["full_lr"]
+            optimiser.zero_grad()
+        torch.autograd.backward(loss)
+        self._whole = False
+        for optimiser in self._optimisers.values():
+            optimiser.step()
+        self._loss_sum += loss.detach()
+        self._step += 1
+        return loss.detach()
+
+    def _end_epoch(self, epoch: int) -> None:
+        mean = self._loss_sum.item() / self._per_epoch
+        self._loss_sum.zero_()
+        if not math.isfinite(mean):
+            raise HoldfastError(f"the loss of epoch {epoch} is {mean}; lower lr or manifold_lr of [train]")
+        if epoch % self._c.evaluate_every == 0 or epoch == self._c.epochs:
+            found = self._measure(self._watched)
+            self._history.append(Epoch(epoch, mean, found.clean, found.certified, self._seconds))
+
+    def _measure(self, data: Dataset) -> Measurement:
+        return measure(self._model, data, self._c.slope, self._c.radius, self._place.device)
+
+    @property
+    def _seconds(self) -> float:
+        return self._earlier + time.perf_counter() - self._began
+
+    def _finish(self) -> TrainingRun:
+        """Measures on the held-out split, once, and writes the model."""
+        name = self._config.data.name
+        test: dict[str, Any] = {}
+        if name in SOURCES:
+            data = _read(self._config, SOURCES[name].splits[-1], self._data_dir)
+            test = {"split": data.split, "inputs": len(data), **asdict(self._measure(data))}
+            test |= asdict(measure_content(self._model, data, self._place.device))
+        self._save(test)
+        if self._place.rank == 0:
+            notes = {"seed": str(self._c.seed), "command": self._command, "training": json.dumps(self._record(test))}
+            save(self._model, self._folder / "model.safetensors", notes)
+        return self._outcome(test, finished=True)
+
+    def _save(self, test: dict[str, Any]) -> None:
+        """The state, and the run in words beside it."""
+        if self._place.rank == 0:
+            notes = {"step": self._step, "seconds": self._seconds, "history": [asdict(each) for each in self._history]}
+            self._checkpoint.write(self._model, self._optimisers, self._loss_sum, notes)
+            write_text(self._folder / "run.json", json.dumps(self._record(test), indent=1) + "\n")
+
+    def _record(self, test: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "name": self._config.name,
+            "config": self._config.to_dict(),
+            "seed": self._c.seed,
+            "command": self._command,
+            "versions": {
+                "holdfast": holdfast.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "device": _device_name(self._place.device),
+            "processes": self._place.count,
+            "parameters": sum(p.numel() for p in self._model.parameters()),
+            "step": self._step,
+            "steps": self._steps,
+            "seconds": self._seconds,
+            "measured_on": f"{len(self._watched)} inputs of {self._watched.split}",
+            "history": [asdict(each) for each in self._history],
+            "test": test,
+        }
+
+    def _outcome(self, test: dict[str, Any], *, finished: bool) -> TrainingRun:
+        model = self._model.eval().requires_grad_(False)
+        return TrainingRun(
+            self._config,
+            model,
+            tuple(self._history),
+            test,
+            finished,
+            self._seconds,
+            self._folder,
+            writes=self._place.rank == 0,
+        )
+
+
+def _read(config: TrainingConfig, split: str, data_dir: Pathlike | None) -> Dataset:
+    """A split of the data, in the shape that the model takes."""
+    data, model = load(config.data.name, split, data_dir), config.model
+    if model.input == "words":
+        if data.inputs.ndim != 2 or data.inputs.is_floating_point() or data.inputs.shape[1] != model.tokens:
+            raise InputError(f"{data.name!r} has inputs {tuple(data.inputs.shape)}; expected ids (b, {model.tokens})")
+        return data
+    shape = (model.channels, model.side, model.side)
+    if data.inputs[0].numel() != math.prod(shape):
+        raise InputError(f"{data.name!r} has inputs of shape {tuple(data.inputs.shape[1:])}; [model] takes {shape}")
+    return replace(data, inputs=data.inputs.reshape(-1, *shape).float())
+
+
+def _split(data: Dataset, validation: int) -> tuple[Dataset, Dataset]:
+    """What is trained on, and what is measured on meanwhile."""
+    if validation >= len(data):
+        raise InputError(f"validation of [data] is {validation}; {data.name!r} has {len(data)} training inputs")
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(_SPLIT_SEED))
+    watched = data.select(order[: validation or _MEASURED])
+    apart = replace(watched, split="the training split, kept apart" if validation else "those trained on")
+    return data.select(order[validation:].sort().values), apart
+
+
+def _optimisers(model: Transformer, c: TrainConfig) -> dict[str, torch.optim.Optimizer]:
+    """Steps on the manifold for orthogonal maps, AdamW for the rest; each group remembers its full rate."""
+    orthogonal = list(manifold_parameters(model))
+    ours = {id(p) for p in orthogonal}
+    rest = [p for p in model.parameters() if id(p) not in ours]
+    found: dict[str, torch.optim.Optimizer] = {
+        "adamw": torch.optim.AdamW(rest, lr=c.lr, weight_decay=c.weight_decay, betas=(0.9, 0.99))
+    }
+    if orthogonal:
+        found["manifold"] = ManifoldStep(orthogonal, lr=c.manifold_lr, momentum=c.momentum)
+    for optimiser in found.values():
+        for group in optimiser.param_groups:
+            group["full_lr"] = group["lr"]
+    return found
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

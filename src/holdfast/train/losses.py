@@ -1,0 +1,202 @@
+"""What a training minimises: a sum of terms, each a small class."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from holdfast.errors import InputError
+from holdfast.registry import Registry
+from holdfast.train.forward import ForwardPass, features, logits_of
+from holdfast.train.gains import each_length
+from holdfast.train.jasmin import check_options, jasmin, widened
+from holdfast.train.slopes import Gains, MarginSlope
+from holdfast.train.tables import Chosen
+
+LOSSES: Registry[type[Loss]] = Registry("loss", group="holdfast.losses")
+
+
+class Loss(Chosen):
+    """One term; a kind writes `__call__`, the mean over the batch, and has a weight."""
+
+    kinds: ClassVar[Registry[Any]] = LOSSES
+    weight: float
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether it needs the pullback of the pass."""
+        return False
+
+    @abstractmethod
+    def __call__(self, run: ForwardPass) -> Float[Tensor, ""]:
+        """The term, without its weight."""
+
+
+@final
+@LOSSES.add("cross-entropy")
+@dataclass(frozen=True)
+class CrossEntropy(Loss):
+    """Cross-entropy of (f - margin · e_y) / temperature (as in Prach and Lampert 2022).
+
+    Attributes:
+        margin: what the label has to lead by.
+        temperature: logits of 1-Lipschitz networks are small; a low temperature makes them count.
+    """
+
+    margin: float = 0.0
+    temperature: float = 1.0
+    weight: float = 1.0
+
+    kind = "cross-entropy"
+
+    def __post_init__(self) -> None:
+        _check_temperature(self.temperature)
+
+    def __call__(self, run: ForwardPass) -> Float[Tensor, ""]:
+        handicap = functional.one_hot(run.labels, run.logits.shape[1]) * self.margin
+        return functional.cross_entropy((run.logits - handicap) / self.temperature, run.labels)
+
+
+@final
+@LOSSES.add("emma")
+@dataclass(frozen=True)
+class Emma(Loss):
+    """Cross-entropy with every rival j lifted by ε_j L_j, L_j the slope of f_y - f_j (Hu et al. 2023).
+
+    ε_j is the radius at which the margin to j is used up, (f_y - f_j) / L_j, without gradient, but at least 0 and at
+    most the present radius, which grows during training. So the loss pushes each margin to what its radius needs.
+
+    Attributes:
+        slope: where L comes from.
+        radius: in the end.
+        growth: the share of the training after which that is reached.
+        temperature: see `CrossEntropy`.
+    """
+
+    slope: MarginSlope = field(default_factory=Gains)
+    radius: float = 54 / 255
+    growth: float = 0.5
+    temperature: float = 1.0
+    weight: float = 1.0
+
+    kind = "emma"
+
+    def __post_init__(self) -> None:
+        _check_temperature(self.temperature)
+
+    @property
+    def differentiates(self) -> bool:
+        return self.slope.differentiates
+
+    def __call__(self, run: ForwardPass) -> Float[Tensor, ""]:
+        L = self.slope(run)
+        eps = self.radius * (run.progress / max(self.growth, 1e-9)).clamp(max=1.0)
+        used_up = (run.margins / L.clamp(min=1e-12)).detach().clamp(min=0.0)
+        lifted = run.logits + torch.minimum(used_up, eps) * L
+        return functional.cross_entropy(lifted / self.temperature, run.labels)
+
+
+@final
+@LOSSES.add("pgd")
+@dataclass(frozen=True)
+class Pgd(Loss):
+    """Cross-entropy at the end of a projected gradient ascent from x in the l2 ball (Madry et al. 2018).
+
+    Attributes:
+        radius: of the ball.
+        steps: each of length 2.5 · radius / steps.
+        temperature: see `CrossEntropy`.
+    """
+
+    radius: float = 36 / 255
+    steps: int = 7
+    temperature: float = 1.0
+    weight: float = 1.0
+
+    kind = "pgd"
+
+    def __post_init__(self) -> None:
+        _check_temperature(self.temperature)
+        if self.steps < 1:
+            raise InputError(f"steps is {self.steps}; expected at least 1")
+
+    def __call__(self, run: ForwardPass) -> Float[Tensor, ""]:
+        def loss(x: Tensor) -> Tensor:
+            logits = logits_of(run.model, features(run.model, x)[0])
+            return functional.cross_entropy(logits / self.temperature, run.labels)
+
+        x = run.x.detach()
+        moved = torch.zeros_like(x)
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            for _ in range(self.steps):
+                uphill = _of_length(torch.func.grad(loss)(x + moved), 1.0)
+                moved = _of_length(moved + 2.5 * self.radius / self.steps * uphill, self.radius, at_most=True)
+        return loss(run.x + moved)
+
+
+@final
+@LOSSES.add("jasmin")
+@dataclass(frozen=True)
+class JaSMinTerm(Loss):
+    """The JaSMin penalty of all attention layers: see `holdfast.jasmin`.
+
+    Attributes:
+        k: 0, or at least 2.
+    """
+
+    k: int = 0
+    weight: float = 0.01
+
+    kind = "jasmin"
+
+    def __post_init__(self) -> None:
+        check_options(self.k, "mean")
+
+    def __call__(self, run: ForwardPass) -> Float[Tensor, ""]:
+        layers = zip(run.model.attentions, run.entering, strict=True)
+        rows = [widened(attention.probabilities(x)).clamp(min=1e-30).log() for attention, x in layers]
+        return torch.stack([jasmin(row, self.k, log_probabilities=True) for row in rows]).mean()
+
+
+@final
+@LOSSES.add("content-floor")
+@dataclass(frozen=True)
+class ContentFloor(Loss):
+    """What the total variation between P and its mean over the batch lacks of a floor, averaged over the layers.
+
+    Certified training is cheapest for attention that ignores its input; this term forbids that way out. See
+    `holdfast.nn.content`.
+
+    Attributes:
+        floor: mean of ½ Σ_j |p_ij - E p_ij| below which a layer pays.
+    """
+
+    floor: float = 0.05
+    weight: float = 1.0
+
+    kind = "content-floor"
+
+    def __call__(self, run: ForwardPass) -> Float[Tensor, ""]:
+        lacking = []
+        for attention, x in zip(run.model.attentions, run.entering, strict=True):
+            p = widened(attention.probabilities(x))
+            variation = (p - p.mean(0)).abs().sum(-1).mean() / 2
+            lacking.append((self.floor - variation).clamp(min=0.0))
+        return torch.stack(lacking).mean()
+
+
+def _of_length(t: Tensor, length: float, *, at_most: bool = False) -> Tensor:
+    norm = each_length(t).clamp(min=1e-30)
+    return t * ((length / norm).clamp(max=1.0) if at_most else length / norm)
+
+
+def _check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise InputError(f"temperature is {temperature}; expected a positive number")

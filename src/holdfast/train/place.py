@@ -1,0 +1,38 @@
+"""Where a training runs: by accelerate where it is installed, on several devices and machines; else by torch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, final
+
+import torch
+
+from holdfast.tracing.extras import require
+
+
+@final
+@dataclass(frozen=True)
+class Place:
+    """One process of a training.
+
+    Attributes:
+        device: of its tensors.
+        rank: its number; process 0 writes files.
+        count: of processes.
+        prepare: makes a module, on its device, share its gradients with the other processes.
+    """
+
+    device: torch.device
+    rank: int = 0
+    count: int = 1
+    prepare: Callable[[Any], Any] = lambda module: module
+
+
+def find_place(device: str | None = None) -> Place:
+    """The place of this process; a device that is named is used alone, without accelerate."""
+    if device is None and find_spec("accelerate") is not None:
+        accelerator = require("accelerate", "hf").Accelerator()
+        return Place(accelerator.device, accelerator.process_index, accelerator.num_processes, accelerator.prepare)
+    return Place(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))

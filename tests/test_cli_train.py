@@ -1,0 +1,169 @@
+"""The commands train and models, and the shelf."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from holdfast.cli import main
+from holdfast.cli.train import _line
+from holdfast.errors import InputError
+from holdfast.models import Transformer, config, demo_digits, files, load, put_on_shelf, save, shelved
+from holdfast.tracing.loading import load_classifier
+from holdfast.train import Epoch, Progress, read_training
+
+Call = Callable[..., tuple[int, str, str]]
+
+RUN = """
+[model]
+input = "image"
+classes = 10
+channels = 1
+side = 8
+patch = 4
+width = 8
+depth = 1
+heads = 2
+neck = 8
+activation = "half-smooth-abs"
+[data]
+name = "digits.safetensors"
+[train]
+epochs = 2
+batch = 16
+radius = "1/4"
+"""
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
+    """Runs the command line in a folder with a config, data and an empty shelf."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(files, "SHELF", tmp_path / "shelf")
+    digits = demo_digits()
+    save_file({"inputs": digits.images, "labels": digits.labels}, tmp_path / "digits.safetensors")
+    (tmp_path / "run.toml").write_text(RUN)
+
+    def run(line: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["holdfast", *line.split()])
+        with pytest.raises(SystemExit) as left:
+            main()
+        captured = capfd.readouterr()
+        return int(left.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+def test_train_writes_a_model_that_certify_takes(call: Call, tmp_path: Path) -> None:
+    status, out, err = call("train run.toml --device cpu --json")
+    assert (status, err) == (0, "")
+    record = json.loads(out)
+    assert record["finished"]
+    assert record["config"]["train"]["radius"] == 0.25
+    assert len(record["history"]) == 2
+    folder = tmp_path / "runs" / "run-seed-0"
+    assert json.loads((folder / "run.json").read_text())["command"] == "holdfast train run.toml --device cpu --json"
+    line = f"certify {folder / 'model.safetensors'} --data digits-32 --limit 2 --guarantee numerical --method lofast"
+    assert call(line)[0] == 0
+
+
+def test_train_speaks_and_takes_another_seed(call: Call, tmp_path: Path) -> None:
+    status, out, _ = call("train run.toml --device cpu --seed 3 --out there")
+    assert status == 0
+    assert "Written: there/model.safetensors" in out
+    assert json.loads((tmp_path / "there" / "run.json").read_text())["seed"] == 3
+
+
+def test_an_interrupted_training_says_how_to_go_on(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def stop(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("holdfast.train.loop._TELL_EVERY", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("holdfast.cli.train._line", stop)
+        status, _, err = call("train run.toml --device cpu --out there")
+    assert status == 130
+    assert err == "holdfast: interrupted; the same command goes on from there\n"
+    assert call("train run.toml --device cpu --out there")[0] == 0
+
+
+def test_the_progress_line() -> None:
+    chosen = read_training("cifar10-stem")
+    assert _line(chosen, Progress(1, 9, 2.5, None)) == "loss 2.500"
+    line = _line(chosen, Progress(1, 9, 2.5, Epoch(1, 2.5, 0.5, 0.25, 1.0)))
+    assert line == "loss 2.500  clean 50.0 %  certified at 0.141: about 25.0 %"
+
+
+def test_bad_configs_are_one_line(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RUN.replace("epochs", "epoch"))
+    status, out, err = call("train run.toml")
+    assert (status, out) == (2, "")
+    assert "did you mean 'epochs'" in err
+    assert call("train nothing.toml")[2].startswith("holdfast: no file 'nothing.toml'")
+
+
+def test_models_lists_configs_and_the_shelf(call: Call, tmp_path: Path) -> None:
+    status, out, _ = call("models")
+    assert status == 0
+    assert "cifar10-stem" in out
+    assert "The shelf holds no trained model." in out
+    assert call("train run.toml --device cpu --out run")[0] == 0
+    model = "run/model.safetensors"
+    certified = f"certify {model} --data digits-32 --limit 3 --method lofast --radii 1/100 --attack --out run.jsonl"
+    assert call(certified)[0] == 0
+    status, out, err = call(f"models add tiny {model} --certified run.jsonl")
+    assert (status, err) == (0, "")
+    (found,) = json.loads(call("models --json")[1])["shelf"]
+    assert (found["name"], found["seed"]) == ("tiny", "0")
+    assert found["command"] == "holdfast train run.toml --device cpu --out run"
+    (run,) = found["certified"]
+    assert (run["guarantee"], run["inputs"], run["command"]) == ("proved", 3, f"holdfast {certified}")
+    assert 0 <= run["accuracy"]["0.01"] <= run["attacked"]["0.01"] <= run["clean"]
+    assert "tiny" in call("models")[1]
+    assert call("certify tiny --data digits-32 --limit 1 --method lofast --guarantee numerical")[0] == 0
+
+
+def tiny(seed: int) -> Transformer:
+    torch.manual_seed(seed)
+    return Transformer(replace(config("digits-smooth"), width=8, depth=1, neck=8))
+
+
+def test_models_are_loaded_by_name(call: Call, tmp_path: Path) -> None:
+    save(tiny(0), tmp_path / "model.safetensors")
+    assert put_on_shelf("mine", tmp_path / "model.safetensors").certified == ()
+    assert [each.name for each in shelved()] == ["mine"]
+    x = demo_digits().images[:2]
+    assert torch.equal(load("mine")(x), tiny(0)(x))
+    assert torch.equal(load_classifier("mine")(x), tiny(0)(x))
+    with pytest.raises(InputError, match="no file"):
+        load("others")
+
+
+def test_what_the_shelf_refuses(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in (0, 1):
+        save(tiny(seed), tmp_path / f"{seed}.safetensors")
+    call("certify 0.safetensors --data digits-32 --limit 1 --method lofast --guarantee numerical --out run.jsonl")
+    assert "certified other weights" in call("models add mine 1.safetensors --certified run.jsonl")[2]
+    assert call("models add mine 0.safetensors --certified run.jsonl")[0] == 0
+    assert "expected a word without slashes" in call("models add a/b 0.safetensors")[2]
+    monkeypatch.setattr("holdfast.models.shelf.LIMIT", 100)
+    assert "the shelf takes files of at most 100" in call("models add other 0.safetensors")[2]
+
+
+def test_every_model_on_the_shelf_is_small_and_can_be_loaded() -> None:
+    found = shelved()
+    assert len(found) <= 3
+    for each in found:
+        file = files.shelf_file(each.name)
+        assert file is not None
+        assert file.stat().st_size <= 8_000_000
+        assert load(each.name).config == each.config
+        assert each.command
+        assert each.certified
