@@ -79,7 +79,7 @@ def test_the_seed_decides_and_other_random_numbers_do_not(digits, tmp_path):
     assert not same(first, weights(train(setup(digits).with_seed(1), tmp_path / "c", device="cpu")))
 
 
-@pytest.mark.parametrize("stop_at", [1, 4, 5, 9])
+@pytest.mark.parametrize("stop_at", [4, 5])
 def test_interrupted_and_resumed_bit_for_bit(digits, tmp_path, monkeypatch, stop_at):
     monkeypatch.setattr("holdfast.train.loop._TELL_EVERY", 1)
     whole = train(setup(digits), tmp_path / "whole", device="cpu")
@@ -185,7 +185,7 @@ def test_the_loss_that_is_not_finite_ends_the_training(digits, tmp_path, monkeyp
 def test_every_loss_trains(digits, tmp_path, kind):
     cold = hasattr(LOSSES[kind], "temperature")
     terms = (LOSSES[kind](temperature=0.1),) if cold else (CrossEntropy(temperature=0.1), LOSSES[kind]())
-    run = train(setup(digits, *terms, epochs=8, evaluate_every=8), tmp_path, device="cpu")
+    run = train(setup(digits, *terms, epochs=6, evaluate_every=6), tmp_path, device="cpu")
     assert run.history[-1].clean > 0.4
 
 

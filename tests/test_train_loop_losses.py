@@ -265,11 +265,13 @@ def test_the_content_floor_lifts_what_is_below_it():
         for a, x in zip(model.attentions, found.entering, strict=True)
     ]
     lacking = ContentFloor(floor=0.5)(found)
-    assert lacking.item() == pytest.approx(0.5 - sum(v.item() for v in variations) / 2, rel=1e-6)
-    assert ContentFloor(floor=0.0)(found).item() == 0
+    assert lacking.item() == pytest.approx(sum((0.5 / v).log().item() for v in variations) / 2, rel=1e-6)
+    assert ContentFloor(floor=1e-9)(found).item() == 0
+    with pytest.raises(InputError, match="floor is 0"):
+        ContentFloor(floor=0)
     weight = model.attentions[0].query.weight
     (g,) = torch.autograd.grad(lacking, weight)
-    assert (g * weight).sum() < 0  # larger scores make it smaller
+    assert (g * weight).sum().item() == pytest.approx(-0.5, abs=0.1)  # -1 for each layer's own scores, however small
 
 
 @pytest.mark.slow

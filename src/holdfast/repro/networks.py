@@ -19,7 +19,7 @@ from torch import Tensor
 
 from holdfast.attacks.minimal import MinimalAttack
 from holdfast.attention import AttentionLayer
-from holdfast.errors import NotApplicableError, SoundnessError
+from holdfast.errors import MemoryLimitError, NotApplicableError, SoundnessError
 from holdfast.network.activations import Softplus
 from holdfast.network.attention import Attention
 from holdfast.network.base import Piece
@@ -101,7 +101,7 @@ def measure(setting: Setting, inputs: int, guarantee: Guarantee) -> Measurement:
             continue
         try:
             found = method(centre).radius
-        except NotApplicableError:
+        except (MemoryLimitError, NotApplicableError):
             continue
         if guarantee == "proved" and bool((found > attack.radius).any()):
             raise SoundnessError(f"{method.name} certifies more than an attack leaves: {setting.title}; please report")

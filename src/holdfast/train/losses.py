@@ -169,26 +169,31 @@ class JaSMinTerm(Loss):
 @LOSSES.add("content-floor")
 @dataclass(frozen=True)
 class ContentFloor(Loss):
-    """What the total variation between P and its mean over the batch lacks of a floor, averaged over the layers.
+    """max(0, log(floor / V)), V the total variation between P and its mean over the batch, averaged over the layers.
 
-    Certified training is cheapest for attention that ignores its input; this term forbids that way out. See
-    `holdfast.nn.content`.
+    Certified training is cheapest for attention that ignores its input; this term forbids that way out. Where W^Q and
+    W^K are small, V is their product to first order: of V itself the gradient would vanish, of its logarithm it grows.
+    See `holdfast.nn.content`.
 
     Attributes:
         floor: mean of ½ Σ_j |p_ij - E p_ij| below which a layer pays.
     """
 
     floor: float = 0.05
-    weight: float = 1.0
+    weight: float = 0.1
 
     kind = "content-floor"
+
+    def __post_init__(self) -> None:
+        if not self.floor > 0:
+            raise InputError(f"floor is {self.floor}; expected a positive number")
 
     def __call__(self, run: ForwardPass) -> Float[Tensor, ""]:
         lacking = []
         for attention, x in zip(run.model.attentions, run.entering, strict=True):
             p = widened(attention.probabilities(x))
             variation = (p - p.mean(0)).abs().sum(-1).mean() / 2
-            lacking.append((self.floor - variation).clamp(min=0.0))
+            lacking.append((self.floor / variation.clamp(min=1e-12)).log().clamp(min=0.0))
         return torch.stack(lacking).mean()
 
 
