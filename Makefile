@@ -11,7 +11,7 @@ VISION := timm torchvision
 
 .PHONY: demo test slow lint format bench clean
 
-demo: $(READY)          ## analyse the attention layers of a small trained ViT
+demo: $(READY)          ## certify a small trained ViT on real digits
 	$(BIN)/holdfast demo --out out
 
 test: $(READY)          ## the test suite, without the slow tests

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from certify_cases import labelled, linear_network, rows
 from holdfast import InputError
 from holdfast.cli import main
-from holdfast.cli.certify import _ranges, _telling, read_radii
+from holdfast.cli.certify import _ranges, read_radii
+from holdfast.cli.work import telling
 from holdfast.models import DigitsViT
 from holdfast.tracing.loading import load_classifier
 
@@ -140,7 +141,7 @@ def test_an_interrupt_says_how_to_go_on(call: Call, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_progress_bar_shows_the_time_that_is_left() -> None:
-    with _telling("folder/model") as told:
+    with telling("folder/model") as told:
         told(1, 4)
         (task,) = told.bar.tasks
         assert (task.description, task.completed, task.total) == ("model", 1, 4)

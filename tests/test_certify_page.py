@@ -62,6 +62,18 @@ def test_the_table_rounds_outward() -> None:
     assert "7 of 7 inputs. Median certified radius 0.2, of the attack 0.401." in " ".join(text.split())
 
 
+def test_a_table_shows_runs_side_by_side() -> None:
+    console = Console(width=100)
+    lofast = replace(made_up(7, method="lofast", factor=0.1), radii=(0.05,))
+    with console.capture() as capture:
+        console.print(made_up(7).table(lofast))
+    text = " ".join(capture.get().split())
+    assert re.search(r"best, proved .* lofast, proved .* attack", text)
+    assert re.search(r"0\.3 .* 28\.5 % .* 0\.0 % .* 57\.2 %", text)
+    assert re.search(r"0\.05 .* 100\.0 % .* 42\.8 % .* 100\.0 %", text)
+    assert "Median certified radius 0.2 (best), 0.04 (lofast), of the attack 0.401." in text
+
+
 def test_the_figure_has_a_line_for_each_run_and_the_attack(tmp_path: Path) -> None:
     figure = made_up().plot(made_up(method="lofast", factor=0.1))
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]

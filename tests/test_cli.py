@@ -167,25 +167,6 @@ def test_an_input_may_stand_in_the_layer_file(run: Run, tmp_path: Path, saved: t
     assert run("bound", tmp_path / "both.safetensors", "--method", "naive").returncode == 0
 
 
-def test_demo_writes_a_table_a_figure_and_numbers(run: Run, tmp_path: Path) -> None:
-    done = run("demo", "--inputs", "2", "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "blocks.1.attention" in done.stdout
-    shown = " ".join(done.stdout.split())
-    assert "bounds proved and rounded up, attack rounded down" in shown
-    assert "Havens et al. (2024)" in shown
-    assert (tmp_path / "demo.png").read_bytes()[:4] == b"\x89PNG"
-    assert "<svg" in (tmp_path / "demo.svg").read_text()[:1000]
-    layers = json.loads((tmp_path / "demo.json").read_text())["layers"]
-    for layer in layers:
-        low, high = sorted(layer["local_lipschitz"]["upper"]["value"])
-        assert f"at most {up(high, 5)} (at most {up(low, 5)} at the flattest of the 2 inputs)" in shown
-        lower = torch.tensor(layer["attack"]["lower"])
-        assert set(layer["best"]["terms"]) == set(holdfast.bounds.bounds) - {"best"}
-        for values in layer["best"]["terms"].values():
-            assert (torch.tensor(values) >= lower).all()
-
-
 def test_no_share_is_a_negative_zero(run: Run) -> None:
     shown = run("attention", "--demo").stdout
     assert " 0.00" in shown

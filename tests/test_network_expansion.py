@@ -84,7 +84,12 @@ def draw_network(kind: str, seed: int, size: float = 1.0) -> tuple[Network, Tens
             attention(0.5, score_bias=dice.normal(2, N, N)),
             MeanPool(N),
         ],
-        "place": lambda: [Place(x, [1]), Residual((norm(), attention())), Residual((norm(), mlp("gelu"))), Flatten()],
+        "place": lambda: [
+            Place(x[0], [1]),
+            Residual((norm(), attention())),
+            Residual((norm(), mlp("gelu"))),
+            Flatten(),
+        ],
         "branches": lambda: [
             Residual((affine(),)),
             Residual((mlp("gelu-tanh"),)),
@@ -172,7 +177,7 @@ def test_nothing_found_is_above_what_is_left_out(kind: str) -> None:
         share = ascend(network, at, eps, left_out, seed=1, steps=4)
         assert float(share.max()) <= 1.0, f"eps {radius}: {share.tolist()}"
         found = torch.maximum(found, share.max())
-    assert float(found) > 0.005 or kind == "linear"  # the bound is not idle
+    assert float(found) > 0.001 or kind == "linear"  # the bound is not idle
 
 
 @pytest.mark.slow
@@ -190,18 +195,13 @@ def test_nothing_found_in_many_networks_is_above_what_is_left_out(kind: str, siz
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_is_left_out_on_larger_balls(kind: str) -> None:
     _, _, at = expanded(kind)
-    radii = torch.logspace(-10, 1, 56, dtype=torch.float64)
+    radii = torch.logspace(-10, 1, 23, dtype=torch.float64)
     values = torch.stack([at.left_out(eps.expand(2)) for eps in radii]).nan_to_num(nan=math.inf)
     assert bool((values[1:] >= values[:-1] * (1 - 1e-9)).all())
 
 
-@pytest.mark.parametrize("kind", ["pre-norm", "rms and masks"])
-def test_inputs_do_not_see_each_other(kind: str) -> None:
-    network, x, at = expanded(kind)
-    if kind == "rms and masks":  # each input has its own mask
-        with pytest.raises(RuntimeError):
-            Expansion(network, x[:1].expand(3, -1, -1))
-        return
+def test_inputs_do_not_see_each_other() -> None:
+    network, x, at = expanded("pre-norm")
     eps = torch.tensor([0.01, 0.03], dtype=torch.float64)
     together = at.left_out(eps)
     for i in range(2):
@@ -213,7 +213,7 @@ def test_inputs_do_not_see_each_other(kind: str) -> None:
 # -- whole certificates
 
 
-@pytest.mark.parametrize("kind", ["pre-norm", "sll", "place"])
+@pytest.mark.parametrize("kind", ["branches", "sll", "place"])
 def test_a_proved_radius_is_below_an_attack(kind: str) -> None:
     network, x = draw_network(kind, 5, 0.7)
     centre = Centre(network, x)
@@ -223,11 +223,27 @@ def test_a_proved_radius_is_below_an_attack(kind: str) -> None:
     assert bool((radii.radius <= attack.radius).all())
 
 
+def test_every_input_keeps_its_own_mask() -> None:
+    network, x = draw_network("rms and masks", 5, 0.7)
+    together = compositions["telescoped"](Centre(network, x)).radius
+    branch = network.stages[1]
+    assert isinstance(branch, Residual)
+    attention = branch.pieces[1]
+    assert isinstance(attention, Attention)
+    assert attention.layer.mask is not None
+    for i in range(2):
+        masked = Attention(attention.layer.with_mask(attention.layer.mask[i]))
+        stages = [network.stages[0], Residual((branch.pieces[0], masked)), *network.stages[2:]]
+        alone = compositions["telescoped"](Centre(Network(stages, network.head), x[i : i + 1])).radius
+        assert float(alone) == pytest.approx(float(together[i]), rel=1e-3)
+        assert float(alone) > 0
+
+
 @pytest.mark.slow
 def test_digits_margins_stay_above_what_is_proved() -> None:
     """An attack on the smallest margin inside a ball never gets below the polynomial's least value less the rest."""
-    network = to_network(digits.load_digits_vit())
-    images = digits.demo_digits().images[:2].double().reshape(2, 1, -1)
+    converted = to_network(digits.load_digits_vit(), digits.demo_digits().images[:2])
+    network, images = converted.network, converted.encode(digits.demo_digits().images[:2]).double()
     with torch.no_grad():
         at = Expansion(network, images)
         cubic = Cubic(at.gradient, at.hessian, at.twist)
@@ -237,7 +253,8 @@ def test_digits_margins_stay_above_what_is_proved() -> None:
         with torch.no_grad():
             left_out = at.left_out(eps)
             proved = at.margins + cubic.least(eps.unsqueeze(-1).expand_as(left_out)) - left_out
-        G = -at.gradient.movedim(1, 0).unflatten(-1, images.shape[1:])  # one start for every class
+        # One start for every class; the own class has no slope.
+        G = 1e-6 * Dice(0).normal(10, *images.shape) - at.gradient.movedim(1, 0).unflatten(-1, images.shape[1:])
         for _ in range(8):
             G = on_ball(1e9 * G, eps).detach().requires_grad_()
             reached = margins(network, at.prediction, images + G)
@@ -246,7 +263,8 @@ def test_digits_margins_stay_above_what_is_proved() -> None:
             off = (reached - polynomial(at, G)).abs()
             assert bool((off <= left_out + 1e-11)[:, ~own].all())
             (slope,) = torch.autograd.grad(goal.sum(), G)
-            G = G.detach() - 0.3 * radius * slope / torch.linalg.vector_norm(slope, dim=(-2, -1), keepdim=True)
+            length = torch.linalg.vector_norm(slope, dim=(-2, -1), keepdim=True)
+            G = G.detach() - 0.3 * radius * slope / length.clamp(min=1e-300)
 
 
 # -- refusals, and numbers that overflow
@@ -276,20 +294,20 @@ def test_nothing_is_proved_where_numbers_overflow(kind: str, radius: float) -> N
     assert not bool((left_out < at.margins)[others].any())
 
 
-@pytest.mark.parametrize("far", [1e20, 1e160, math.inf, math.nan])
-def test_nothing_is_proved_at_inputs_that_overflow(far: float) -> None:
-    for kind in ("pre-norm", "post-norm"):
-        network, x = draw_network(kind, 0)
-        x = x + torch.tensor([0.0, far]).double().reshape(2, 1, 1) * Dice(0).normal(1, N, D)
-        at = Expansion(network, x)
-        eps = torch.full((2,), 1e-3, dtype=torch.float64)
-        try:
-            least = Cubic(at.gradient, at.hessian, at.twist).least(eps.unsqueeze(-1).expand(2, 3))
-        except torch.linalg.LinAlgError:
-            least = torch.full((2, 3), -math.inf)
-        left = at.margins + least - at.left_out(eps)
-        others = ~torch.nn.functional.one_hot(at.prediction, 3).bool()
-        assert not bool((left > 0)[1][others[1]].any()) or (kind == "post-norm" and far == 1e20)
+@pytest.mark.parametrize("far", [1e160, math.inf, math.nan])
+@pytest.mark.parametrize("kind", ["pre-norm", "post-norm"])
+def test_nothing_is_proved_at_an_input_that_overflows(kind: str, far: float) -> None:
+    """And another one beside it does not suffer."""
+    network, x = draw_network(kind, 0)
+    eps = torch.full((2,), 1e-4, dtype=torch.float64)
+    own = torch.nn.functional.one_hot(Expansion(network, x).prediction, 3).bool()
+    proved = []
+    for place in (0.0, far):
+        at = Expansion(network, x + torch.tensor([0.0, place]).double().reshape(2, 1, 1) * x[:1])
+        least = Cubic(at.gradient, at.hessian, at.twist).least(eps.unsqueeze(-1).expand(2, 3))
+        proved.append((at.margins + least - at.left_out(eps)).masked_fill(own, math.inf).amin(-1))
+    assert float(proved[0][0]) == pytest.approx(float(proved[1][0]), rel=1e-9)
+    assert not float(proved[1][1]) > 0
 
 
 # -- the least value of a cubic
@@ -342,10 +360,7 @@ def test_a_cubic_that_is_not_a_number_has_no_least_value() -> None:
         for place in range(3):
             parts = [torch.ones(2).double(), torch.eye(2).double(), torch.zeros(2, 2, 2).double()]
             parts[place] = parts[place] + bad
-            try:
-                assert not float(Cubic(*parts).least(eps)) > -math.inf
-            except torch.linalg.LinAlgError:
-                pass
+            assert not float(Cubic(*parts).least(eps)) > -math.inf
     for huge in (1e200, math.inf, math.nan):
         cubic = Cubic(torch.ones(2).double(), torch.eye(2).double(), torch.ones(2, 2, 2).double())
         assert not float(cubic.least(torch.tensor(huge, dtype=torch.float64))) > -1e100
@@ -374,16 +389,11 @@ def test_norms_by_squaring_are_above_the_true_ones(scale: float, shape: tuple[in
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e160])
 def test_norms_of_what_overflows_are_not_small(bad: float) -> None:
-    for rows in (torch.full((2, 3), bad), torch.tensor([[bad, 1.0], [-bad, 1.0]])):
-        assert not float(thin_gram_norm(rows.double())) < 1e100
-    A = torch.eye(3).double() * bad**2
-    for form in (
-        forms.root(A),
-        forms.root(forms.firm(A)),
-        forms.root(forms.plus(A, A)),
-        forms.root(forms.product(A, A)),
-    ):
-        assert not float(form) < 1e100
+    rows = torch.tensor([[bad, 1.0, -bad], [-bad, 1.0, 2.0]], dtype=torch.float64)
+    assert not float(thin_gram_norm(rows)) < 1e100
+    A = rows.mT @ rows
+    for form in (A, forms.firm(A), forms.plus(A, A), forms.plus(A, torch.eye(3).double()), forms.product(A, A)):
+        assert not float(forms.root(form)) < 1e100
 
 
 @pytest.mark.parametrize("scale", [1e-90, 1e-10, 1.0, 1e40])
@@ -399,7 +409,8 @@ def test_forms_hold_sums_products_and_squares(scale: float) -> None:
     for one, two in ((dice.normal(3, 4), scale * dice.normal(1, 4)), (zero, dice.normal(2, 4)), (zero, zero)):
         A, B = forms.of_rows(one), forms.of_rows(two)
         x, y = (torch.linalg.vector_norm(G @ rows.mT, dim=-1) for rows in (one, two))
-        assert bool((size(A) >= x.square()).all()) and bool((size(B) >= y.square()).all())
+        assert bool((size(A) >= x.square()).all())
+        assert bool((size(B) >= y.square()).all())
         assert bool((size(forms.plus(A, B)) >= (x + y).square() * (1 - 1e-12)).all())
         assert bool((size(forms.product(A, B)) >= x * y * (1 - 1e-12)).all())
         assert float(forms.root(A)) >= float(torch.linalg.matrix_norm(one, 2)) * (1 - 1e-12)
@@ -426,4 +437,5 @@ def test_degrees_hold_products_of_polynomials() -> None:
     assert bool((total.abs() <= both.total + 1e-14).all())
     least = smaller(both, both.times(2.0))
     assert all(torch.equal(a, b) for a, b in zip((*least.parts, least.rest), (*both.parts, both.rest), strict=True))
-    assert torch.equal(both.all_rest().rest, both.total) and not both.all_rest().parts[1].any()
+    assert torch.equal(both.all_rest().rest, both.total)
+    assert not both.all_rest().parts[1].any()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from holdfast.cli.app import app
 from holdfast.errors import InputError, SoundnessError
 from holdfast.models.digits import Digits, DigitsViT
+from holdfast.network.compositions.certify import Certified
 from holdfast.network.network import Head, Network
 from holdfast.repro import vit, vit_training
 from holdfast.repro.jasmin import load_digits
@@ -126,12 +128,39 @@ def vit_head(weight: Tensor) -> Head:
     return Head(weight, torch.zeros(len(weight), dtype=torch.float64))
 
 
-def test_the_command(tmp_path: Path) -> None:
-    options = ["--layers", "1", "--digits", "1", "--epochs", "2", "--methods", "lofast,layerwise", "--json"]
-    result = CliRunner().invoke(app, ["repro", "vit", *options, "--out", str(tmp_path)])
+def run_command(folder: Path, *options: str) -> list[dict[str, Any]]:
+    arguments = ["repro", "vit", "--layers", "1,2", "--digits", "1", "--epochs", "2", *options, "--out", str(folder)]
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    (one,) = json.loads((tmp_path / "vit-plain-huggingface.json").read_text())["models"]
-    assert one["setting"]["layers"] == 1
-    assert 0 < one["rows"][0]["radii"]["lofast"] <= one["rows"][0]["radii"]["layerwise"] <= one["attack"][0]
-    assert set(one["median"]) == {"attack", "lofast", "lofast / attack", "layerwise", "layerwise / attack"}
-    assert one["rows"][0]["memory"] > 0
+    found: list[dict[str, Any]] = json.loads((folder / "vit-plain-huggingface.json").read_text())["models"]
+    return found
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vit, "load_digits", lambda: (some_digits(64), some_digits()))
+    monkeypatch.setattr(vit, "_STEPS", 3)
+
+    def quick(network: Network, x: Tensor, *, method: str) -> list[Certified]:
+        return [Certified(0, True, 1.0, {"a": 1e-6, "b": 2e-6}[method], method, "proved", 3.0)]
+
+    monkeypatch.setattr(vit, "certify_inputs", quick)
+    found = run_command(tmp_path, "--methods", "a,b")
+    assert [one["setting"]["layers"] for one in found] == [1, 2]
+    for one in found:
+        assert one["rows"][0]["radii"] == {"a": 1e-6, "b": 2e-6}
+        assert one["rows"][0]["seconds"] == {"a": 3.0, "b": 3.0}
+        assert one["rows"][0]["memory"] > 0
+        assert one["median"]["b / attack"] == pytest.approx(2e-6 / one["attack"][0])
+
+
+@pytest.mark.slow
+def test_the_command_proves_radii(tmp_path: Path) -> None:
+    for one in run_command(tmp_path, "--json"):
+        assert 0 < one["rows"][0]["radii"]["telescoped"] <= one["attack"][0]
+
+
+def test_the_table_has_a_line_for_every_model_and_method() -> None:
+    rows = [vit.Row(i, {"a": 0.1, "b": 0.2}, {"a": 1.0, "b": 2.0}, 700.0) for i in range(3)]
+    made = vit.table([vit.Measurement(PLAIN, 0.98, 1.0, rows, [0.4] * 3) for _ in range(2)])
+    assert made.row_count == 4
+    assert list(made.columns[5].cells) == ["0.250", "0.500"] * 2

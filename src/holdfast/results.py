@@ -332,11 +332,11 @@ class CertificationRun:
             "records": [record.to_dict() for record in self.records],
         }
 
-    def table(self) -> Table:
-        """Accuracies at the radii, for the terminal."""
+    def table(self, *beside: CertificationRun) -> Table:
+        """Accuracies at the radii, for the terminal, with other runs in the same table."""
         from holdfast.report.certificate import run_table
 
-        return run_table(self)
+        return run_table(self, *beside)
 
     def plot(self, *beside: CertificationRun) -> Figure:
         """Certified accuracy over the radius below the attack's, with other runs in the same figure."""

@@ -5,22 +5,20 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, TimeRemainingColumn
 from torch import nn
 
 from holdfast import certification
 from holdfast.certification import Shard, read, read_perturbation
 from holdfast.certification.examples import Data, tokenised
 from holdfast.cli.inputs import Json
-from holdfast.cli.work import INTERRUPTED, emit_json, progress_bar, say_written
+from holdfast.cli.work import INTERRUPTED, emit_json, say_written, telling
 from holdfast.data import Dataset, load
 from holdfast.errors import InputError
 from holdfast.results import CertificationRun
@@ -70,7 +68,7 @@ def certify(
     others = [read(path).run() for path in beside or ()]
     classifier = load_classifier(model, download=download)
     examples = _examples(model, classifier, load(data, split, data_dir), download)
-    with _telling(model) as told:
+    with telling(model) as told:
         run = certification.certify(
             classifier,
             examples,
@@ -134,7 +132,7 @@ def verify(
     name = model or header.model
     classifier = load_classifier(name, download=download)
     examples = _examples(name, classifier, load(data or header.data, header.split, data_dir), download)
-    with _telling(file.name) as told:
+    with telling(file.name) as told:
         found = certification.verify(
             file,
             classifier,
@@ -180,26 +178,6 @@ def _examples(name: str, model: nn.Module, data: Dataset, download: bool) -> Dat
     if data.texts is None or not type(model).__module__.startswith("transformers."):
         return data
     return tokenised(data, load_tokenizer(name, download=download))
-
-
-class _Told:
-    """Moves a progress bar, and remembers how far it is."""
-
-    def __init__(self, bar: Progress, title: str) -> None:
-        self.bar, self._task = bar, bar.add_task(title, total=None)
-        self.done = self.planned = 0
-
-    def __call__(self, done: int, planned: int) -> None:
-        self.done, self.planned = done, planned
-        self.bar.update(self._task, completed=done, total=planned)
-
-
-@contextmanager
-def _telling(title: str) -> Iterator[_Told]:
-    """A progress bar with the time that is left."""
-    with progress_bar() as bar:
-        bar.columns = (*bar.columns, TimeRemainingColumn())
-        yield _Told(bar, Path(title).name)
 
 
 def _show(command: str, run: CertificationRun, as_json: bool, *written: Path | None) -> None:

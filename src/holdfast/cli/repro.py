@@ -17,7 +17,7 @@ from holdfast.repro import jasmin as jasmin_module
 from holdfast.repro import networks as networks_module
 from holdfast.repro import tightness as module
 from holdfast.repro import vit as vit_module
-from holdfast.repro.vit_training import Initialisation, Recipe, Setting
+from holdfast.repro.vit_training import EPOCHS, Initialisation, Recipe, Setting
 from holdfast.results import Guarantee
 
 app = typer.Typer(help="Make the tables and figures of the documentation again.", no_args_is_help=True)
@@ -135,13 +135,14 @@ def vit(
     methods: Annotated[str, typer.Option(help="Compositions, separated by commas.")] = "telescoped",
     init: Annotated[Initialisation, typer.Option(help="Of the weights, with the plain recipe.")] = "huggingface",
     seed: Annotated[int, typer.Option(help="Of the training.")] = 0,
-    epochs: Annotated[int, typer.Option(min=1, help="Of the training.")] = 60,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Of the training: 60 for plain, 100 for lipschitz.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the trained models.")] = Path("results"),
     as_json: Json = False,
 ) -> None:
     """Proved radius against attack radius on standard ViTs trained on digits; trained models are kept."""
     names = methods.split(",")
-    settings = [Setting(int(depth), recipe, init, seed, epochs) for depth in read_eps(layers)]
+    length = epochs or EPOCHS[recipe]
+    settings = [Setting(int(depth), recipe, init, seed, length) for depth in read_eps(layers)]
     trained = carry_out([Job(f"train {one.name}", partial(vit_module.prepare, one, digits, out)) for one in settings])
     trained.exit(len(settings))
     # Attacks come last: they take more memory than certificates, whose own use is part of the result.
@@ -155,8 +156,7 @@ def vit(
         rows = [row for (owner, _), row in zip(places, done.results, strict=True) if owner is subject]
         one = vit_module.Measurement(subject.setting, subject.accuracy, subject.training, rows, nearest)
         measured.append(one)
-    kind = f"plain-{init}" if recipe == "plain" else recipe
-    path = out / f"vit-{kind}.json"
+    path = out / f"vit-{settings[0].kind}.json"
     emit_json("repro vit", {"models": [one.to_dict() for one in measured]}, stdout=as_json, out=path)
     if not as_json:
         Console().print(vit_module.table(measured), f"Written: {path}", sep="\n")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import holdfast
 from holdfast.storage import write_text
@@ -47,6 +48,26 @@ def progress_bar() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+class Told:
+    """Moves a progress bar, and remembers how far it is."""
+
+    def __init__(self, bar: Progress, title: str) -> None:
+        self.bar, self._task = bar, bar.add_task(title, total=None)
+        self.done = self.planned = 0
+
+    def __call__(self, done: int, planned: int) -> None:
+        self.done, self.planned = done, planned
+        self.bar.update(self._task, completed=done, total=planned)
+
+
+@contextmanager
+def telling(title: str) -> Iterator[Told]:
+    """A progress bar with the time that is left, for work that tells how far it is."""
+    with progress_bar() as bar:
+        bar.columns = (*bar.columns, TimeRemainingColumn())
+        yield Told(bar, Path(title).name)
 
 
 def carry_out(jobs: Sequence[Job[T]]) -> Finished[T]:

@@ -1,8 +1,8 @@
 """A network at an input: where every piece stands, how far rounding may have led astray, and what is predicted.
 
-Evaluating a network in balls is sound and cheap, but blind: radii grow with |W|, not with ‖W‖. Where they would hide more
-than a trace of a margin, each piece is evaluated in balls at the float64 tensor ũ_k alone, which gives its local defect
-d_k >= ‖f_k(ũ_k) - ũ_{k+1}‖_F, and the defects travel by gains (docs/math/network.md, Lemma 1):
+Evaluating a network in balls is sound and cheap, but blind: radii grow with |W|, not with ‖W‖. Where they would hide
+more than a trace of a margin, each piece is evaluated in balls at the float64 tensor ũ_k alone, which gives its local
+defect d_k >= ‖f_k(ũ_k) - ũ_{k+1}‖_F, and the defects travel by gains (docs/math/network.md, Lemma 1):
 
     r_{k+1} = L_k r_k + d_k >= ‖u_{k+1} - ũ_{k+1}‖_F,    L_k a bound of ‖Df_k‖ on the ball of radius r_k around ũ_k.
 
@@ -32,7 +32,7 @@ from holdfast.network.site import Site
 from holdfast.results import Guarantee
 
 _CHUNK = 2**22  # numbers that are pushed through a piece together
-_NEGLIGIBLE = 1e-11  # a relative error of a stage's output that no radius will feel
+_NEGLIGIBLE = 1e-9  # a relative error of a stage's output that no radius will feel
 _TRACE = 1e-4  # the share of a margin that rounding may hide
 
 
@@ -153,6 +153,12 @@ class Centre:
     def numerical(self) -> Centre:
         """The same without a proof: for guesses of what can be proved."""
         return Centre(self.network, self.x, guarantee="numerical", memory_limit=self._memory_limit)
+
+    @property
+    def separable(self) -> bool:
+        """Whether no piece holds something for each input, such as its mask: an input then has answers of its own."""
+        with torch.no_grad():
+            return len(self.network(self.x[:1])) == 1
 
     def alone(self) -> list[Centre]:
         """Every input by itself."""

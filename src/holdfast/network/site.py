@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, final
@@ -46,8 +47,9 @@ class Site:
         # Attention's own bounds cost many norms: they are asked for only where the derivatives at u say little.
         self._patience = 0.25 if isinstance(piece, Attention) else -1.0
         # Nothing is to be hoped for on balls larger than their centre, and much would be computed in vain.
-        limit = torch.full_like(r, torch.inf) if isinstance(piece, LinearPiece) else 1 + frobenius_upper(u)
-        grid = Grid(scale, limit)
+        free = isinstance(piece, LinearPiece) or not isinstance(piece, SmoothPiece)
+        self._limit = torch.full_like(r, sys.float_info.max) if free else 1 + frobenius_upper(u)
+        grid = Grid(scale, self._limit)
         self._grid = grid
         self._reach = Curve(grid, self._own_reach)
         if isinstance(piece, SmoothPiece):
@@ -118,8 +120,7 @@ class Site:
         The latter is taken on the next ball of the grid, or on the one before it with the gain from there on.
         """
         if not self.smooth:
-            known = torch.isfinite(rho)
-            return torch.where(known, self._own_reach(torch.where(known, rho, 0.0)), torch.inf)
+            return self.own_reach(rho)
         level = self._grid.level(rho)
         linear, bent = self.gain_here.unsqueeze(-1) * rho, rho.square() * self._curvature(level) / 2
         level = torch.where(bent <= self._patience * linear, BEYOND, level)
@@ -137,6 +138,11 @@ class Site:
             return self.a.number(constant(self.a, self.u, self.a.lift(radii)))
 
         return evaluate
+
+    def own_reach(self, rho: Float64[Tensor, "b e"]) -> Float64[Tensor, "b e"]:
+        """The piece's own bound of ‖f(u + δ) - f(u)‖, at these very radii: for a few of them it costs less."""
+        known = rho <= self._limit.unsqueeze(-1)
+        return torch.where(known, self._own_reach(torch.where(known, rho, 0.0)), torch.inf)
 
     def _own_reach(self, rho: Float64[Tensor, "b e"]) -> Float64[Tensor, "b e"]:
         """‖f(u + δ) - f(u)‖ <= ‖f(u + δ) - f(ũ)‖ + ‖f(ũ) - f(u)‖."""

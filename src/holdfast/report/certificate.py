@@ -19,34 +19,41 @@ from holdfast.results import CertificationRun
 _COLOURS = ("#0072b2", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9")
 
 
-def run_table(run: CertificationRun) -> Table:
+def run_table(run: CertificationRun, *beside: CertificationRun) -> Table:
     """One row for each radius; what is certified is rounded down, what the attack leaves is rounded up."""
-    proved = "proved" if run.settings["guarantee"] == "proved" else "numerical"
-    table = Table(
-        title=f"{run.model} on {run.data}: accuracy under l2 perturbations",
-        caption=_caption(run),
-    )
+    runs = (run, *beside)
+    attacked = next((each for each in runs if each.attacked_too), None)
+    table = Table(title=f"{run.model} on {run.data}: accuracy under l2 perturbations", caption=_caption(runs))
     table.add_column("radius", justify="right")
-    table.add_column(f"certified\n{run.settings['method']}, {proved}", justify="right")
-    if run.attacked_too:
+    for each in runs:
+        table.add_column(f"certified\n{each.settings['method']}, {each.settings['guarantee']}", justify="right")
+    if attacked is not None:
         table.add_column("after the\nattack", justify="right")
-    for radius in dict.fromkeys((0.0, *run.radii)) if run.records else ():
-        attacked = [_percent(run.attacked(radius), math.ceil)] if run.attacked_too else []
-        table.add_row(f"{radius:.6g}", _percent(run.accuracy(radius), math.floor), *attacked)
+    for radius in dict.fromkeys((0.0, *(r for each in runs for r in each.radii))) if run.records else ():
+        row = [_percent(each.accuracy(radius), math.floor) for each in runs]
+        row += [] if attacked is None else [_percent(attacked.attacked(radius), math.ceil)]
+        table.add_row(f"{radius:.6g}", *row)
     return table
 
 
-def _caption(run: CertificationRun) -> str:
-    total = len(run.records) + len(run.missing)
-    words = [f"{len(run.records)} of {total} inputs."]
-    if run.records:
-        words.append(f"Median certified radius {down(_median(run, 'radius'))}")
-        if run.attacked_too:
-            words[-1] += f", of the attack {up(_median(run, 'attack_radius'))}"
-        words[-1] += "."
-        seconds = statistics.fmean(record.seconds for record in run.records)
-        words.append(f"{seconds:.2g} s an input.")
+def _caption(runs: Sequence[CertificationRun]) -> str:
+    done, total = len(runs[0].records), len(runs[0].records) + len(runs[0].missing)
+    words = [f"{done} of {total} inputs."]
+    if done:
+        radii = _listed(runs, [down(_median(run, "radius")) for run in runs])
+        attacked = next((run for run in runs if run.attacked_too), None)
+        found = "" if attacked is None else f", of the attack {up(_median(attacked, 'attack_radius'))}"
+        words.append(f"Median certified radius {radii}{found}.")
+        seconds = [f"{statistics.fmean(record.seconds for record in run.records):.2g} s" for run in runs]
+        words.append(f"{_listed(runs, seconds)} an input.")
     return " ".join(words)
+
+
+def _listed(runs: Sequence[CertificationRun], values: Sequence[str]) -> str:
+    """One value for each run, with its method where there are several."""
+    if len(runs) == 1:
+        return values[0]
+    return ", ".join(f"{value} ({run.settings['method']})" for run, value in zip(runs, values, strict=True))
 
 
 def _median(run: CertificationRun, name: str) -> float:

@@ -181,16 +181,17 @@ def _ascend(logits: Any, subject: Subject, radius: Tensor) -> Tensor:
 
 def table(measurements: Sequence[Measurement]) -> Table:
     """Medians over the digits."""
-    made = Table(title="medians over the digits, l2 on pixels in [0, 1], proved", title_justify="left")
-    for column in ("model", "accuracy %", "method", "radius", "attack", "ratio", "s / digit", "MiB"):
-        made.add_column(column, justify="left" if column in ("model", "method") else "right")
+    first = measurements[0]
+    made = Table(title=f"{first.setting.kind}: medians over {len(first.rows)} digits, proved", title_justify="left")
+    for column in ("layers", "accuracy %", "method", "radius", "attack", "ratio", "s / digit", "MiB"):
+        made.add_column(column, justify="left" if column == "method" else "right")
     for one in measurements:
         medians = one.medians()
         for method in one.rows[0].radii:
             seconds = statistics.median(row.seconds[method] for row in one.rows)
             numbers = (f"{medians[method]:.4f}", f"{medians['attack']:.3f}", f"{medians[f'{method} / attack']:.3f}")
-            accuracy = f"{100 * one.accuracy:.1f}"
-            made.add_row(one.setting.name, accuracy, method, *numbers, f"{seconds:.1f}", f"{one.rows[-1].memory:.0f}")
+            cells = (str(one.setting.layers), f"{100 * one.accuracy:.1f}", method, *numbers, f"{seconds:.1f}")
+            made.add_row(*cells, f"{one.rows[-1].memory:.0f}")
     return made
 
 

@@ -7,10 +7,10 @@ fixed length, and what a certificate has to expand should move little, each part
     softmax       Σ_rows mean_j Δs_ij²           logits: attention is nearly linear in its values
     activation    Σ_units Δt²                    pre-activations
 
-all divided by ‖δ‖². None of the three limits how steep the network is: its head may be as large as it likes. The margin's
-gradient should change little as well, ‖Δ∇m‖ / ‖δ‖ with m = f_y - log Σ_j≠y exp(τ f_j) / τ, which is measured on a part of
-the batch. Position embeddings begin large and the patch embedding small, so that a token is a constant with a little
-signal on top.
+all divided by ‖δ‖². None of the three limits how steep the network is: its head may be as large as it likes. The
+margin's gradient should change little as well: ‖Δ∇m‖ / ‖δ‖ with m = f_y - log Σ_{j≠y} exp(τ f_j) / τ, measured on a
+part of the batch. Position embeddings begin large and the patch embedding small, so that a token is a constant with a
+little signal on top.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ Recipe = Literal["plain", "lipschitz"]
 Initialisation = Literal["huggingface", "torch"]
 
 WIDTH, HEADS, UNITS = 64, 4, 128
+EPOCHS: dict[Recipe, int] = {"plain": 60, "lipschitz": 100}
 _BATCH = 64
 _STEP_LENGTH = 0.5  # of δ
 _TEMPERATURE = 4.0  # of the logits in the second recipe's cross entropy
@@ -53,9 +54,12 @@ class Setting:
     epochs: int
 
     @property
+    def kind(self) -> str:
+        return f"plain-{self.init}" if self.recipe == "plain" else self.recipe
+
+    @property
     def name(self) -> str:
-        kind = f"plain-{self.init}" if self.recipe == "plain" else self.recipe
-        return f"{kind}-layers{self.layers}-seed{self.seed}-epochs{self.epochs}"
+        return f"{self.kind}-layers{self.layers}-seed{self.seed}-epochs{self.epochs}"
 
 
 def train(setting: Setting, data: Digits) -> DigitsViT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,6 +12,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from holdfast.attention import AttentionLayer
 from holdfast.network import LayerNorm, Mlp, Piece, RMSNorm, SmoothPiece, SmoothProject
 from holdfast.network.attention import Attention
 from holdfast.network.expansion import forms
@@ -35,6 +37,7 @@ LOCALS: Mapping[type[Piece], Callable[[Any, Tensor, Directions], Local]] = Mappi
     }
 )
 _STARTS = 12
+_CHANNELS = tuple(itertools.product((0, 1), repeat=3))
 _NOISE = 1e-12  # of float64 values, beside the numbers that they are differences of
 
 
@@ -78,11 +81,16 @@ class LocalCase:
 
 
 def draw_local(kind: type[Piece], seed: int, *, extreme: bool = True) -> LocalCase:
-    """A piece of one kind with jets, some of them zero or alike, and forms; the same for the same seed."""
+    """A piece of one kind with jets, some of them zero or alike, and forms; the same for the same seed.
+
+    Attention that is not `extreme` has queries, keys and values apart from each other.
+    """
     dice = Dice(1000 * list(LOCALS).index(kind) + seed)
     if kind is Attention:
         layer = draw(seed)
         case = PieceCase(layer.name, Attention(layer.layer), layer.x.double())
+        if not extreme:
+            return _apart(dice)
     else:
         case = draw_piece(kind, seed, extreme=extreme)
     u = case.u
@@ -104,6 +112,28 @@ def draw_local(kind: type[Piece], seed: int, *, extreme: bool = True) -> LocalCa
     J, H, R = J * ("J" in parts), H * ("H" in parts), R * ("F" in parts)
     words = [case.name, shape, f"p {p}", f"eps {eps:g}", parts]
     return LocalCase(", ".join(word for word in words if word), case.piece, u, J, H, R @ R.mT, eps)
+
+
+def _apart(dice: Dice) -> LocalCase:
+    """Attention whose queries, keys and values each have a channel of their own, of which some stay at zero.
+
+    Almost every term of the bounds then stands alone in some draw; and with two keys the mean of a product is the
+    product of mean squares, so that it is nearly attained.
+    """
+    n, p = dice.pick(2, 2, 3), dice.pick(1, 1, 2)
+    w_q, w_k, w_v = (row.reshape(1, 3, 1) for row in torch.eye(3).double() * dice.pick(0.5, 1.0, 2.0))
+    piece = Attention(AttentionLayer(w_q, w_k, w_v, dice.normal(1, 1, 2), scale=1.0))
+
+    def somewhere(*shape: int) -> Tensor:
+        return dice.normal(*shape, 2, n, 3) * torch.tensor(dice.pick(*_CHANNELS)).double()
+
+    eps = dice.pick(1e-6, 1e-6, 0.03, 0.3)
+    u, J, H = somewhere(), somewhere(p), somewhere(p * (p + 1) // 2)
+    R = dice.normal(2, n, p, p) * dice.pick(0.0, 0.0, eps**2, 10 * eps**2, min(0.1, 1e4 * eps**2))
+    moved = ["".join(c for c, on in zip("qkv", t.any(-2).flatten(0, -2).any(0), strict=True) if on) for t in (u, J, H)]
+    return LocalCase(
+        f"apart: {moved}, n {n}, p {p}, eps {eps:g}, F {float(R.abs().max()):.0e}", piece, u, J, H, R @ R.mT, eps
+    )
 
 
 def shares(case: LocalCase, seed: int, inside: float = 1.0) -> dict[str, float]:

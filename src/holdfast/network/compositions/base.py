@@ -72,9 +72,9 @@ class Method(ABC):
 class Composition(Method):
     """A way from bounds of pieces to a lower bound of min_j (f_y - f_j) over the ball of radius eps around an input.
 
-    A method states its metadata and writes `refusal` and `_curve`. What is to be proved is guessed first, by the same
-    formulas with iterated norms: they cost little, and approach the proved radius from above. So a proof is tried once or
-    twice, and not at all where nothing is to be hoped for.
+    A method states its metadata and writes `refusal` and `_curve`. What can be proved is guessed first, by the same
+    formulas with iterated norms: they cost little, and their radius is hardly ever below the proved one. So a proof is
+    tried once or twice, and not at all where nothing is to be hoped for.
 
     Attributes:
         one_by_one: whether a CPU is better off with one input at a time, for the sake of its memory.
@@ -115,7 +115,7 @@ class Composition(Method):
         self._check(centre.network)
         first = centre.first_order_radius
         known = torch.zeros_like(first) if beyond is None else beyond
-        if self.one_by_one and len(first) > 1 and first.device.type == "cpu":
+        if self.one_by_one and len(first) > 1 and first.device.type == "cpu" and centre.separable:
             return _joined([self(one, least) for one, least in zip(centre.alone(), torch.split(known, 1), strict=True)])
         least = torch.where(known > 0, known, _SMALLEST * first)
         if centre.proved and not self.needs_no_guess:
@@ -152,9 +152,9 @@ def _largest(
 ) -> tuple[Tensor, Tensor]:
     """The largest radii (b) with a positive margin, and that margin; 0 where none is found.
 
-    Strides from `begin`, then interpolation of what is lost of the `lead`, as a power of the radius, and every third time
-    the middle. Every input goes its own way, whatever else is in the batch: not at all from 0, not below `least`, and not
-    above `most`.
+    Strides from `begin`, then interpolation of what is lost of the `lead` as a power of the radius, and every third
+    time the middle. Every input goes its own way, whatever else is in the batch: not at all from 0, not below `least`,
+    and not above `most`.
     """
     eps, searching = begin, begin > 0
     low, high = torch.zeros_like(eps), torch.full_like(eps, torch.inf)

@@ -20,7 +20,8 @@ class BestComposition(Method):
     """The largest radius of every composition that applies, and which one it was.
 
     The one that reaches farthest as a rule goes first. Another one is then asked whether it certifies more, which it
-    finds out without proofs (see `Composition`) and proves only if so: for most inputs one composition proves something.
+    finds out without a proof (see `Composition`), and proves only if so. Every radius that is returned is proved; one
+    that a guess misses is lost, and nothing else.
     """
 
     name = "best"

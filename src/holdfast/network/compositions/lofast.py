@@ -53,7 +53,7 @@ class LofastComposition(Composition):
 
 
 def _stage_reach(stage: Stage) -> Reach:
-    reaches = [_attention_reach(site) if isinstance(site.piece, Attention) else site.reach for site in stage.sites]
+    reaches = [_attention_reach(site) if isinstance(site.piece, Attention) else site.own_reach for site in stage.sites]
 
     def reach(rho: Tensor) -> Tensor:
         moved = rho

@@ -31,7 +31,11 @@ from holdfast.network.norms import Normalisation
 
 
 def refusal(network: Network) -> str | None:
-    """Names a piece that cannot be expanded, or None."""
+    """Names what cannot be expanded, or None."""
+    if not network.stages:
+        return "a network without pieces has no expansion"
+    if any(isinstance(stage, Residual) and not stage.pieces for stage in network.stages):
+        return "a residual branch without pieces has no expansion"
     for piece in network.pieces():
         rotary = isinstance(piece, Attention) and piece.layer.rotary is not None
         if rotary or not isinstance(piece, (LinearPiece, Attention, Mlp, Normalisation)):

@@ -35,7 +35,7 @@ class Cubic:
         slices = T.flatten(-3, -2)  # (…, p², p)
         square = slices.mT @ slices
         rounding = gamma(slices.shape[-2] + 8) * frobenius_upper(slices).square()
-        values, vectors = torch.linalg.eigh(square)
+        values, vectors = _decomposed(square)
         root = (vectors * values.clamp(min=0).sqrt().unsqueeze(-2)) @ vectors.mT
         root = (root + root.mT) / 2
         # Whatever `root` is: Σ T_q² <= R² + ρ I gives P <= |R| + √ρ I, and R is within its own rounding of a square.
@@ -54,7 +54,7 @@ class Cubic:
         third = (eps / 3)[..., None, None]
         exact = Ball.exact(self._H) - Ball.exact(third) * self._P
         A = exact.mid
-        w, U = torch.linalg.eigh(A)
+        w, U = _decomposed(A)
         mu = _multiplier(w, (U.mT @ self._g.unsqueeze(-1)).squeeze(-1), eps)
         off = 4 * _decomposition_error(A, w, U) + frobenius_upper(exact.rad)
         mu = torch.maximum(mu, -w[..., 0] + off).clamp(min=0.0)
@@ -79,6 +79,12 @@ def _multiplier(w: Tensor, g: Tensor, eps: Tensor) -> Tensor:
         short = torch.linalg.vector_norm(g / (w + middle.unsqueeze(-1)), dim=-1) <= eps
         low, high = torch.where(short, low, middle), torch.where(short, middle, high)
     return high
+
+
+def _decomposed(A: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and vectors; any where A is not finite: what is made of them and of A is not a number either."""
+    w, U = torch.linalg.eigh(torch.where(torch.isfinite(A), A, 0.0))
+    return w, U
 
 
 def _decomposition_error(A: Tensor, w: Tensor, U: Tensor) -> Tensor:
