@@ -18,16 +18,19 @@ from holdfast.attacks.minimal import MinimalAttack
 from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.errors import HoldfastError, MemoryLimitError
 from holdfast.linalg.rounding import lift
+from holdfast.network import centre as centres
 from holdfast.network.activations import activations
 from holdfast.network.attention import Attention
 from holdfast.network.base import LinearPiece, Piece, SmoothPiece
 from holdfast.network.centre import Centre, pulled, pushed
 from holdfast.network.compositions import Composition, certify_inputs, compositions, register_composition
+from holdfast.network.compositions.base import _largest
 from holdfast.network.curves import BEYOND, ZERO, Curve, Grid
 from holdfast.network.mlp import Mlp
 from holdfast.network.network import Head, Network, Residual
 from holdfast.network.norms import LayerNorm
 from holdfast.network.pooling import ClassToken
+from holdfast.network.site import Site
 from holdfast.repro import networks
 
 PROVING = ("lofast", "layerwise", "end-to-end", "margin-gradient")
@@ -242,6 +245,20 @@ def test_best_says_what_did_not_apply() -> None:
     assert any("'margin-gradient' does not apply" in note for note in record.notes)
 
 
+def test_best_proves_nothing_that_does_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def recorded(method: Composition) -> Any:
+        curve = type(method)._curve
+        return lambda self, centre: asked.append((self.name, centre.guarantee)) or curve(self, centre)
+
+    for name in (*PROVING, "telescoped"):
+        monkeypatch.setattr(type(compositions[name]), "_curve", recorded(compositions[name]))  # type: ignore[arg-type]
+    (record,) = certify_inputs(*transformer(0))
+    assert record.method == "telescoped"
+    assert set(asked) == {("telescoped", "proved"), *((name, "numerical") for name in PROVING)}
+
+
 def test_better_compositions_reach_farther() -> None:
     lofast, layerwise, end_to_end, gradient = (solve(Case("post"), 0).radii[name].mean() for name in PROVING)
     assert lofast < layerwise < end_to_end <= gradient * (1 + 2e-3)
@@ -274,7 +291,9 @@ class Long:
         return u.mean(-2, keepdims=True)
 
 
-def test_the_centre_knows_how_far_rounding_led_astray() -> None:
+@pytest.mark.parametrize("trace", [0.0, math.inf], ids=["by gains", "blindly"])
+def test_the_centre_knows_how_far_rounding_led_astray(trace: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(centres, "_TRACE", trace)
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
     stages: list[Piece | Residual] = []
@@ -313,6 +332,69 @@ def test_tangents_and_adjoints_are_enclosed() -> None:
     pairs = centre.pairs.value[:, 0, 0].numpy().astype(np.longdouble)
     error = np.sqrt(np.square(adjoints.value[:, 0, 0].numpy() - pairs @ exact.T).sum(-1))
     assert (error <= adjoints.error[:, 0].numpy()).all()
+
+
+def test_both_ways_to_the_centre_agree_and_the_cheap_one_is_taken_where_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network, x = transformer(0)
+    cheap = Centre(network, x)
+    monkeypatch.setattr(centres, "_TRACE", 0.0)
+    dear = Centre(network, x)
+    assert 0 < float(dear.stages[-1].sites[0].r) < float(cheap.stages[-1].sites[0].r)
+    torch.testing.assert_close(cheap.margins, dear.margins, rtol=1e-4, atol=0)
+
+
+def test_the_gain_between_two_inputs_of_attention_holds_there() -> None:
+    network, x = Case("post", 2.0, 3.0).draw(1, b=1)
+    piece = network.stages[0]
+    assert isinstance(piece, Attention)
+    r = torch.tensor([0.05], dtype=torch.float64)
+    site = Site(piece, x, r, r, Centre(network, x).arithmetic())
+    for seed in range(5):
+        away = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        moved = x + away * r / torch.linalg.vector_norm(away)
+        J = torch.autograd.functional.jacobian(piece.value, moved).reshape(24, 24)
+        assert float(torch.linalg.matrix_norm(J, 2)) <= float(site.gain_here)
+
+
+# -- the search
+
+
+def test_the_search_finds_where_a_margin_is_lost_in_a_few_steps() -> None:
+    losses = [
+        lambda e: 2 * e,
+        lambda e: e + 40 * e**3,
+        lambda e: torch.exp(60 * e) / 1000,  # lost all at once
+        lambda e: 1e7 * e,  # far below where the search begins
+        lambda e: torch.where(e > 0.3, torch.inf, 0.0),
+        lambda e: torch.full_like(e, 2.0),  # never held
+        lambda e: e * 1e-3,  # far above
+    ]
+    asked = 0
+
+    def margins(eps: Tensor) -> Tensor:
+        nonlocal asked
+        asked += 1
+        return torch.stack([1 - loss(e) for loss, e in zip(losses, eps, strict=True)])
+
+    ones = torch.ones(len(losses), dtype=torch.float64)
+    radius, margin = _largest(margins, ones, ones, 1e-12 * ones, 1e6 * ones, 0.25)
+    expected = torch.tensor([0.5, 0.26398, math.log(1000) / 60, 1e-7, 0.3, 0.0, 1e3], dtype=torch.float64)
+    torch.testing.assert_close(radius, expected, rtol=2e-3, atol=0)
+    assert bool((radius <= expected * (1 + 1e-4)).all())
+    torch.testing.assert_close(margin[:4], margins(radius)[:4])
+    assert bool((margin > 0).all())
+    assert asked < 30
+
+
+def test_the_search_stays_where_it_is_told_to() -> None:
+    ones = torch.ones(3, dtype=torch.float64)
+    asked: list[Tensor] = []
+    begin, least, most = ones * torch.tensor([0.0, 0.7, 0.2]), ones * 0.7, ones * 0.2
+    radius, _ = _largest(lambda e: asked.append(e) or 0.5 - e, ones, begin, least, most, 0.25)  # type: ignore[func-returns-value]
+    assert radius.tolist() == pytest.approx([0.0, 0.0, 0.2])
+    assert len(asked) == 1
 
 
 def test_a_tie_is_not_decided() -> None:

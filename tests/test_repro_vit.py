@@ -132,7 +132,9 @@ def run_command(folder: Path, *options: str) -> list[dict[str, Any]]:
     arguments = ["repro", "vit", "--layers", "1,2", "--digits", "1", "--epochs", "2", *options, "--out", str(folder)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    found: list[dict[str, Any]] = json.loads((folder / "vit-plain-huggingface.json").read_text())["models"]
+    found: list[dict[str, Any]] = json.loads((folder / "vit-plain-huggingface-seed0-epochs2.json").read_text())[
+        "models"
+    ]
     return found
 
 

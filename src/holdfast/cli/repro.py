@@ -156,7 +156,7 @@ def vit(
         rows = [row for (owner, _), row in zip(places, done.results, strict=True) if owner is subject]
         one = vit_module.Measurement(subject.setting, subject.accuracy, subject.training, rows, nearest)
         measured.append(one)
-    path = out / f"vit-{settings[0].kind}.json"
+    path = out / f"vit-{settings[0].run}.json"
     emit_json("repro vit", {"models": [one.to_dict() for one in measured]}, stdout=as_json, out=path)
     if not as_json:
         Console().print(vit_module.table(measured), f"Written: {path}", sep="\n")

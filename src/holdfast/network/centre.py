@@ -142,7 +142,7 @@ class Centre:
         self.a = self.arithmetic()
         with torch.no_grad():
             self._walk_blindly()
-            if not bool((self._hidden <= _TRACE * self.margins).all()):
+            if self.proved and not bool((self._hidden <= _TRACE * self.margins).all()):
                 self._walk_by_gains()
 
     @property

@@ -182,7 +182,7 @@ def _ascend(logits: Any, subject: Subject, radius: Tensor) -> Tensor:
 def table(measurements: Sequence[Measurement]) -> Table:
     """Medians over the digits."""
     first = measurements[0]
-    made = Table(title=f"{first.setting.kind}: medians over {len(first.rows)} digits, proved", title_justify="left")
+    made = Table(title=f"{first.setting.run}: medians over {len(first.rows)} digits, proved", title_justify="left")
     for column in ("layers", "accuracy %", "method", "radius", "attack", "ratio", "s / digit", "MiB"):
         made.add_column(column, justify="left" if column == "method" else "right")
     for one in measurements:

@@ -54,12 +54,14 @@ class Setting:
     epochs: int
 
     @property
-    def kind(self) -> str:
-        return f"plain-{self.init}" if self.recipe == "plain" else self.recipe
+    def run(self) -> str:
+        """The name of what all depths have in common."""
+        kind = f"plain-{self.init}" if self.recipe == "plain" else self.recipe
+        return f"{kind}-seed{self.seed}-epochs{self.epochs}"
 
     @property
     def name(self) -> str:
-        return f"{self.kind}-layers{self.layers}-seed{self.seed}-epochs{self.epochs}"
+        return f"{self.run}-layers{self.layers}"
 
 
 def train(setting: Setting, data: Digits) -> DigitsViT:

@@ -13,6 +13,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from holdfast.attention import AttentionLayer
+from holdfast.linalg import Ball
 from holdfast.network import LayerNorm, Mlp, Piece, RMSNorm, SmoothPiece, SmoothProject
 from holdfast.network.attention import Attention
 from holdfast.network.expansion import forms
@@ -38,7 +39,7 @@ LOCALS: Mapping[type[Piece], Callable[[Any, Tensor, Directions], Local]] = Mappi
 )
 _STARTS = 12
 _CHANNELS = tuple(itertools.product((0, 1), repeat=3))
-_NOISE = 1e-12  # of float64 values, beside the numbers that they are differences of
+_NOISE = 1e-13  # the least relative error that is thought of
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,28 +156,29 @@ def shares(case: LocalCase, seed: int, inside: float = 1.0) -> dict[str, float]:
     scale = torch.ones(()).double() if (factors := local.scale()) is None else factors
     p, (b, n, d) = len(case.J), case.u.shape
 
-    def share(g: Tensor, F: Tensor) -> Tensor:
-        """Of `third` for the first half of the starts, of `fourth` for the second."""
+    leading = case.eps <= 1e-3 and inside == 1
+
+    def share(g: Tensor, F: Tensor, *, careful: bool = False) -> Tensor:
+        """Of `third` for the first half of the starts, of `fourth` for the second; less what may be rounding."""
         g = g.squeeze(-2) / torch.linalg.vector_norm(g, dim=(-2, -1)).unsqueeze(-1)
         size = torch.einsum("sbp,bnpq,sbq->sbn", g, case.Q, g).clamp(min=1e-300).sqrt() * case.eps
         size = torch.cat([size[:_STARTS], largest.expand_as(size[_STARTS:])])
         F = F / torch.linalg.vector_norm(F, dim=-1, keepdim=True) * size.unsqueeze(-1)
         bound = torch.einsum("sbp,bmpq,sbq->sbm", g, third, g) * case.eps**2
         bound = torch.cat([bound[:_STARTS], fourth.expand_as(bound[_STARTS:])])
-        rest, noise = _remainders(case, g * (case.eps * inside), F, leading=case.eps <= 1e-3 and inside == 1)
-        length = torch.linalg.vector_norm(rest / scale, dim=-1)
-        known = torch.isfinite(bound) & (bound * scale.abs().amin() > 1e6 * _NOISE * noise)
-        return torch.where(known, length / bound, 0.0).amax(-1)
+        rest, noise = _remainders(case, g * (case.eps * inside), F, leading=leading, careful=careful)
+        length = (torch.linalg.vector_norm(rest / scale, dim=-1) - noise / scale.abs().amin()).clamp(min=0.0)
+        return torch.where(torch.isfinite(bound), length / (bound + 1e-300), 0.0).amax(-1)
 
     dice = Dice(seed)
     start = dice.normal(2 * _STARTS, b, 1, p), dice.normal(2 * _STARTS, b, n, d)
     with torch.no_grad():
-        found = share(*climb(share, torch.ones(()).double(), *start)).nan_to_num(nan=0.0)
+        found = share(*climb(share, torch.ones(()).double(), *start), careful=True).nan_to_num(nan=0.0)
     return {"third": float(found[:_STARTS].max()), "fourth": float(found[_STARTS:].max())}
 
 
-def _remainders(case: LocalCase, G: Tensor, F: Tensor, *, leading: bool) -> tuple[Tensor, Tensor]:
-    """What is beyond degree 2 and Df[F], then what is beyond degree 3; and the size of what it is a difference of."""
+def _remainders(case: LocalCase, G: Tensor, F: Tensor, *, leading: bool, careful: bool) -> tuple[Tensor, Tensor]:
+    """What is beyond degree 2 and Df[F], then what is beyond degree 3; and, if `careful`, how far off it may be."""
     f = case.piece
     assert isinstance(f, SmoothPiece)
     a, h = case.moves(G)
@@ -185,17 +187,33 @@ def _remainders(case: LocalCase, G: Tensor, F: Tensor, *, leading: bool) -> tupl
     def bent(v: Tensor) -> Tensor:
         return f.push2(v, a, a)
 
-    third = _along(bent, u, a) / 6 + f.push2(u, a, h)
+    terms = [_along(bent, u, a) / 6, f.push2(u, a, h)]
     if leading:
-        fourth = _along(lambda v: _along(bent, v, a), u, a) / 24 + _along(bent, u, h) / 2
-        rests = third, fourth + f.push2(u, h, h) / 2 + f.push2(u, a, F)
-        parts = [third]
+        more = [_along(lambda v: _along(bent, v, a), u, a) / 24, _along(bent, u, h) / 2]
+        more += [f.push2(u, h, h) / 2, f.push2(u, a, F)]
+        parts = [
+            torch.cat([x[:_STARTS], y[_STARTS:]])
+            for x, y in zip((*terms, 0 * terms[0], 0 * terms[0]), more, strict=True)
+        ]
     else:
-        parts = [f.value(u + a + h + F), f.value(u), f.push(u, a + h), f.push(u, F), bent(u) / 2, third]
-        beyond = parts[0] - parts[1] - parts[2] - parts[3] - parts[4]
-        rests = beyond, beyond - third
-    noise = torch.stack([torch.linalg.vector_norm(part.detach(), dim=-1) for part in parts]).sum(0)
-    return torch.cat([rests[0][:_STARTS], rests[1][_STARTS:]]), noise
+        third = (terms[0] + terms[1]).clone()
+        third[:_STARTS] = 0.0
+        parts = [f.value(u + a + h + F), -f.value(u), -f.push(u, a + h), -f.push(u, F), -bent(u) / 2, -third]
+    rest = torch.stack(parts).sum(0)
+    noise = torch.zeros(rest.shape[:-1], dtype=torch.float64)
+    if careful:
+        largest = sum(torch.linalg.vector_norm(part, dim=-1).amax(-1, keepdim=True) for part in parts)
+        noise = noise + largest * _accuracy(f, u, a, h + F)
+    return rest, noise
+
+
+def _accuracy(f: SmoothPiece, u: Tensor, a: Tensor, e: Tensor) -> Tensor:
+    """(s, b, 1) how well the piece and its derivatives are known where they are taken, relatively."""
+    here, one = Ball.exact(u), Ball.exact(a)
+    there = here + one + Ball.exact(e)
+    known = f.value(here), f.value(there), f.push(here, one), f.push2(here, one, one)
+    ratios = [torch.linalg.matrix_norm(ball.rad) / (torch.linalg.matrix_norm(ball.mid) + 1e-300) for ball in known]
+    return 10 * torch.stack(ratios).nan_to_num(nan=1.0, posinf=1.0).amax(0).clamp(_NOISE, 1.0).unsqueeze(-1)
 
 
 def _along(f: Callable[[Tensor], Tensor], u: Tensor, a: Tensor) -> Tensor:
