@@ -180,6 +180,59 @@ def test_nothing_found_is_above_what_is_left_out(kind: str) -> None:
     assert float(found) > 0.001 or kind == "linear"  # the bound is not idle
 
 
+def test_what_a_piece_leaves_out_reaches_the_next() -> None:
+    """100 gelu(tanh(x)/10) at 0, where gelu is nearly quadratic: what is left out comes from the bend of tanh."""
+    one, zero = torch.ones(1, 1).double(), torch.zeros(1).double()
+    stages = [Mlp(one, zero, "tanh", one, zero), Mlp(0.1 * one, zero, "gelu", 100 * one, zero)]
+    network = Network(stages, Head(torch.tensor([[1.0], [0.0]]).double(), torch.tensor([1.0, 0.0]).double()))
+    at = Expansion(network, torch.zeros(1, 1, 1).double())
+    eps = torch.tensor([0.02]).double()
+    G = eps.reshape(1, 1, 1, 1)
+    off = (margins(network, at.prediction, at.x + G) - polynomial(at, G)).abs()[0, 0, 1]
+    assert 0.7 < float(off / at.left_out(eps)[0, 1]) <= 1
+
+
+@pytest.mark.parametrize("kind", ["pre-norm", "post-norm", "sll", "branches"])
+def test_forms_hold_what_arrives_at_every_piece(kind: str) -> None:
+    """Of its input beyond degree 2: rests of earlier pieces, through Jacobians and past branches."""
+    network, x = draw_network(kind, 0)
+    x, radius = x[:1], 0.02
+    at = Expansion(network, x)
+    eps = torch.full((1,), radius, dtype=torch.float64)
+    g = Dice(4).normal(100, at.directions.p)
+    g = g / torch.linalg.vector_norm(g, dim=-1, keepdim=True)
+    G = g * torch.linspace(0.1, 1, 100).double().unsqueeze(-1) * radius
+
+    def inputs(v: Tensor) -> tuple[Tensor, ...]:
+        """Of every piece; v (…, p)."""
+        v, found = v.reshape(*v.shape[:-1], *x.shape[1:]), []
+        for stage in network.stages:
+            branch = v
+            for piece in stage.pieces if isinstance(stage, Residual) else (stage,):
+                found.append(branch)
+                branch = piece.value(branch)
+            v = v + branch if isinstance(stage, Residual) else branch
+        return tuple(found)
+
+    start, moved = inputs(x.flatten()), inputs(x.flatten() + G)
+    slope = torch.func.jacfwd(inputs)
+    first, second = slope(x.flatten()), torch.func.jacfwd(slope)(x.flatten())
+    carried: list[tuple[Tensor | None, Tensor]] = []
+    best = 0.0
+    for k, spot in enumerate(at.spots):
+        third = None
+        if spot.curved is not None:
+            form = at._arriving(k, carried, eps)
+            third = spot.curved.third(form, eps)
+            straight = torch.einsum("ndp,sp->snd", first[k], G) + torch.einsum("ndpq,sp,sq->snd", second[k], G, G) / 2
+            rest = torch.linalg.vector_norm(moved[k] - start[k] - straight, dim=-1)
+            bound = radius * torch.einsum("sp,bnpq,sq->sn", g, form, g).sqrt()
+            assert bool((rest <= bound + 1e-13).all()), k
+            best = max(best, float((rest / (bound + 1e-12)).max()))
+        carried.append((third, spot.defects[0] + spot.defects[1] * eps + spot.defects[2] * eps**2))
+    assert best > 0.05
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [0.1, 0.5, 2.0])
 @pytest.mark.parametrize("kind", KINDS)

@@ -108,7 +108,7 @@ def test_rare_terms_of_attention(query: float, key: float, value: float, moving:
 
 
 @KINDS
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [1, 7])
 def test_no_remainder_is_above_its_bound(kind: type[Piece], seed: int) -> None:
     check(kind, seed)
 

@@ -131,4 +131,5 @@ class Local(ABC):
 
     def _coefficient(self, error: Tensor, size: Tensor) -> None:
         """Takes note of the error of a coefficient, relative to the size with which formulas count it."""
-        self.theta = self.theta + _COEFFICIENTS * error / size.clamp(min=1e-300)
+        # Coefficients that vanish all have the radius 1e-306 of underflow, which is nothing.
+        self.theta = self.theta + _COEFFICIENTS * error / size.clamp(min=1e-280)
