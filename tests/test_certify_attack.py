@@ -13,7 +13,9 @@ from holdfast import InputError
 from holdfast.attacks.minimal import MinimalAttack, answer_changed
 from holdfast.linalg.rounding import Ball
 from holdfast.models import demo_digits, load_digits_vit
+from holdfast.models.digits import DigitsViT
 from holdfast.movement import distance
+from holdfast.network.convert import to_network
 
 
 def test_the_distance_to_a_linear_boundary_is_found_and_proved() -> None:
@@ -133,3 +135,17 @@ def descend(
         length = torch.linalg.vector_norm(gradient, dim=(-2, -1), keepdim=True)
         delta = delta - radius * (1 - step / steps) * gradient / length
     return False
+
+
+def test_networks_too_deep_for_balls_are_attacked_in_float64() -> None:
+    torch.manual_seed(0)
+    model = DigitsViT(depth=6).double().eval()
+    images = demo_digits().images[:2].double()
+    converted = to_network(model, images)
+    x = converted.encode(images)
+    prediction = converted.network(x).argmax(-1)
+    found = MinimalAttack(restarts=1, steps=20)(converted.network, x, prediction)
+    assert found.guarantee == "numerical"
+    assert bool(torch.isfinite(found.radius).all())
+    moved = converted.network(x + found.perturbation.double()).argmax(-1)
+    assert bool((moved != prediction).all())

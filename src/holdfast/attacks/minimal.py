@@ -20,6 +20,8 @@ from holdfast.results import Guarantee
 Logits = Callable[[Tensor], Tensor]
 
 _HALVINGS = 20  # of the interval on a ray in which the answer changes
+_WIDE = 1e-3  # of the largest logit: balls with a larger radius say too little
+_ALLOWANCE = 1e-9  # of the largest logit, for the rounding of float64
 _LONGER = (0.0, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)  # a witness is stretched until its check succeeds
 
 
@@ -31,7 +33,7 @@ class NearestChange:
     Attributes:
         radius: (b) the distance of the witness, rounded up; infinite where none was found.
         perturbation: (b, n, d) float32: the witness is x + perturbation, added in float64; zero where none was found.
-        guarantee: "proved" if the change was re-evaluated in ball arithmetic, which needs a `Network`.
+        guarantee: "proved" if the change was re-evaluated in ball arithmetic, which needs a `Network` of few layers.
         seconds: wall time.
     """
 
@@ -93,7 +95,8 @@ class MinimalAttack:
         length, best = length.reshape(len(x), -1).min(1)
         delta = found.reshape(len(x), -1, *x.shape[1:])[torch.arange(len(x)), best]
         radius, perturbation = _witness(logits, x, prediction, delta, torch.isfinite(length))
-        guarantee: Guarantee = "proved" if isinstance(logits, Network) else "numerical"
+        proved = isinstance(logits, Network) and bool(_told(logits(Ball.exact(x))).all())
+        guarantee: Guarantee = "proved" if proved else "numerical"
         return NearestChange(radius, perturbation, guarantee, time.perf_counter() - began)
 
     def _starts(self, x: Tensor, targets: int, seed: int) -> Tensor:
@@ -107,7 +110,11 @@ class MinimalAttack:
 
 
 def answer_changed(logits: Logits, x: Tensor, prediction: Tensor) -> Tensor:
-    """Whether another class has a logit at least as large, (b); proved by balls if `logits` is a network."""
+    """Whether another class has a logit at least as large, (b).
+
+    It is proved by balls if `logits` is a network; where balls are too wide to tell, which those of deep networks are,
+    float64 decides, and the other class must lead by more than rounding plausibly hides.
+    """
     with torch.no_grad():
         if not isinstance(logits, Network):
             found = logits(x)
@@ -116,7 +123,17 @@ def answer_changed(logits: Logits, x: Tensor, prediction: Tensor) -> Tensor:
         ball = logits(Ball.exact(x))
         rows = torch.arange(len(x), device=x.device)
         rival = ball.mid.scatter(1, prediction[:, None], -torch.inf).argmax(1)
-        return (ball[rows, rival] - ball[rows, prediction]).lower >= 0
+        lead = ball[rows, rival] - ball[rows, prediction]
+        return torch.where(_told(ball), lead.lower >= 0, lead.mid >= _ALLOWANCE * _largest(ball))
+
+
+def _told(logits: Ball) -> Tensor:
+    """Whether balls are narrow enough to tell, (b): those of deep networks are not."""
+    return logits.rad.amax(1) <= _WIDE * _largest(logits)
+
+
+def _largest(logits: Ball) -> Tensor:
+    return logits.mid.abs().amax(1)
 
 
 def _margin(logits: Logits, z: Tensor, answers: Tensor, goals: Tensor) -> tuple[Tensor, Tensor]:
