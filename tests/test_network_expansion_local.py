@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from holdfast import AttentionLayer
-from holdfast.network import Piece
+from holdfast.network import Piece, SmoothProject
 from holdfast.network.attention import Attention
 from holdfast.network.norms import Normalisation
 from holdfast.testing.expansions import LOCALS, LocalCase, draw_local, shares
@@ -105,6 +105,13 @@ def test_rare_terms_of_attention(query: float, key: float, value: float, moving:
     Q = torch.full((1, 2, 1, 1), F**2, dtype=torch.float64)
     found = shares(LocalCase("rare", piece, u, J, 0 * J, Q, eps), 0)
     assert 0.3 < max(found.values()) <= 1 + ROUNDING, found
+
+
+def test_the_rare_term_of_a_normalisation() -> None:
+    """The map w (1 + ‖w‖²)^{-1/2} at 0 with w = t + t²: degree 4 is -3/2, half of its bound from w g alone."""
+    u, J = torch.zeros(1, 1, 2).double(), torch.tensor([1.0, 0.0]).double().reshape(1, 1, 1, 2)
+    found = shares(LocalCase("rare", SmoothProject(1.0), u, J, 2 * J, torch.zeros(1, 1, 1, 1).double(), 1e-6), 0)
+    assert 0.6 < found["fourth"] <= 1 + ROUNDING
 
 
 @KINDS
