@@ -191,8 +191,8 @@ class RadiusRecord:
         margin: a lower bound of the smallest difference between the logit of the prediction and another one.
         radius: no perturbation of l2 norm up to it changes the prediction; 0 where nothing could be shown.
         method: which composition gave the radius.
-        attack_radius: the norm, rounded up, of a perturbation that changes it; infinite where a search found none, None
-            where there was no search.
+        attack_radius: the norm, rounded up, of a perturbation that changes it, checked in balls or, for deep networks,
+            in float64; infinite where a search found none, None where there was no search.
         seconds: wall time.
         perturbation: (n, d) float32: that perturbation.
         side: of the bounds that the radius rests on.

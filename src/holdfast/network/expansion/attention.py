@@ -347,6 +347,11 @@ class LocalAttention(Local):
 
     # -- rounding
 
+    @property
+    def _heads_together(self) -> float:
+        """2√h or more: heads side by side against the largest of them, and rows of logits less their mean."""
+        return 2.0 * max(2.0, math.sqrt(self._h))
+
     def _error(self, k: int) -> Tensor:
         theta, (x1, x2) = self.theta, self.largest
         w_v, w_o = frobenius_upper(self._w_v), frobenius_upper(self._w_o)
@@ -367,7 +372,7 @@ class LocalAttention(Local):
                 out = lost_X * v0 + 3 * (lost_P * v1 + lost1 * v2)
                 out = out + theta * (X * v0 + 6 * P2 * v1 + 6 * s1 * v2)
         straight = theta * abs(self._residual) * self.largest[k - 1] if k < 3 else 0.0
-        error: Tensor = 4 * w_o * out + straight
+        error: Tensor = self._heads_together * w_o * out + straight
         return error
 
     def _logit_size(self, k: int) -> Tensor:
@@ -382,7 +387,7 @@ class LocalAttention(Local):
         q0, k0, v0 = (torch.linalg.vector_norm(t, dim=-1).amax((-2, -1)) for t in (self._q, self._k, self._v))
         w_q, w_k, w_v, w_o = (frobenius_upper(w) for w in (self._w_q, self._w_k, self._w_v, self._w_o))
         length = self.u.shape[-2] ** 0.5
-        size: Tensor = length * w_o * (4 * (q0 * w_k + k0 * w_q) * v0 + w_v) + abs(self._residual)
+        size: Tensor = length * w_o * (self._heads_together * (q0 * w_k + k0 * w_q) * v0 + w_v) + abs(self._residual)
         return size
 
 
