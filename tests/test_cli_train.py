@@ -98,7 +98,7 @@ def test_the_progress_line() -> None:
     chosen = read_training("cifar10-stem")
     assert _line(chosen, Progress(1, 9, 2.5, None)) == "loss 2.500"
     line = _line(chosen, Progress(1, 9, 2.5, Epoch(1, 2.5, 0.5, 0.25, 1.0)))
-    assert line == "loss 2.500  clean 50.0 %  certified at 0.141: about 25.0 %"
+    assert line == "loss 2.500  clean 50.0 %  certified at 0.141, estimated: 25.0 %"
 
 
 def test_bad_configs_are_one_line(call: Call, tmp_path: Path) -> None:

@@ -158,6 +158,17 @@ def test_another_training_in_the_folder_is_refused(digits, tmp_path):
         train(setup(digits, epochs=1), tmp_path, device="cpu")
 
 
+def test_a_saved_model_is_trained_further(digits, tmp_path):
+    first = train(setup(digits), tmp_path / "first")
+    still = setup(digits, lr=1e-12, manifold_lr=1e-12).with_start(tmp_path / "first" / "model.safetensors")
+    further = train(still, tmp_path / "further")
+    for name, weight in weights(first).items():
+        assert torch.allclose(weights(further)[name], weight, atol=1e-6)
+    wider = replace(still, model=replace(still.model, width=32))
+    with pytest.raises(InputError, match="of another shape"):
+        train(wider, tmp_path / "wider")
+
+
 def test_the_files_of_a_run(digits, tmp_path):
     run = train(setup(digits, epochs=1), tmp_path, device="cpu", command="holdfast train x")
     assert sorted(path.name for path in tmp_path.iterdir()) == [

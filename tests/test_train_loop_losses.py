@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 import holdfast
+from holdfast.attention.layer import split_heads
 from holdfast.errors import InputError
 from holdfast.models import Transformer, config
 from holdfast.network.attention import Attention
@@ -265,13 +266,30 @@ def test_the_content_floor_lifts_what_is_below_it():
         for a, x in zip(model.attentions, found.entering, strict=True)
     ]
     lacking = ContentFloor(floor=0.5)(found)
-    assert lacking.item() == pytest.approx(sum((0.5 / v).log().item() for v in variations) / 2, rel=1e-6)
+    assert lacking.item() == pytest.approx((0.5 / torch.stack(variations).mean()).log().item(), rel=1e-6)
     assert ContentFloor(floor=1e-9)(found).item() == 0
     with pytest.raises(InputError, match="floor is 0"):
         ContentFloor(floor=0)
-    weight = model.attentions[0].query.weight
-    (g,) = torch.autograd.grad(lacking, weight)
-    assert (g * weight).sum().item() == pytest.approx(-0.5, abs=0.1)  # -1 for each layer's own scores, however small
+    weights = [attention.query.weight for attention in model.attentions]
+    pulls = torch.autograd.grad(lacking, weights)
+    # However small the scores are: U is nearly linear in the weights of all layers together.
+    assert sum((g * w).sum().item() for g, w in zip(pulls, weights, strict=True)) == pytest.approx(-1, abs=0.1)
+
+
+def test_the_content_floor_sees_what_reaches_the_output():
+    model = model_of()
+    found = pass_of(model)
+    shares = []
+    for attention, x in zip(model.attentions, found.entering, strict=True):
+        p, v = attention.probabilities(x), split_heads(attention.value(x), attention.heads)
+        apart, whole = (p - p.mean(0)) @ v, p @ v
+        shares.append((apart.flatten(1).norm(dim=1) / whole.flatten(1).norm(dim=1)).mean())
+    floor = ContentFloor(floor=0.5, of="output")
+    assert floor(found).item() == pytest.approx((0.5 / torch.stack(shares).mean()).log().item(), rel=1e-5)
+    with torch.no_grad():
+        for attention in model.attentions:
+            attention.query.weight.zero_()
+    assert floor(pass_of(model)).item() > 10
 
 
 @pytest.mark.slow

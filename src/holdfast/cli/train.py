@@ -22,6 +22,7 @@ def train(
     config: Annotated[str, typer.Argument(help="A TOML file, or a name that `holdfast models` lists.")],
     out: Annotated[Path | None, typer.Option(help="Folder; default: runs/NAME-seed-SEED.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Instead of the seed in the config.")] = None,
+    start: Annotated[Path | None, typer.Option(help="A saved model whose weights come first, to fine-tune it.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in the folder, or begin anew.")] = True,
     device: Annotated[str | None, typer.Option(help="Such as cuda:1; default: what accelerate chooses.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of the data files; default: HOLDFAST_DATA.")] = None,
@@ -31,6 +32,7 @@ def train(
     """Train a model that can be certified; an interrupted training goes on with the same command."""
     chosen = read_training(config)
     chosen = chosen if seed is None else chosen.with_seed(seed)
+    chosen = chosen if start is None else chosen.with_start(start)
     folder = out or Path("runs") / f"{Path(chosen.name).stem.replace(' ', '-')}-seed-{chosen.train.seed}"
     with progress_bar() as bar:
         bar.columns = (*bar.columns, TimeRemainingColumn(elapsed_when_finished=True))
@@ -72,9 +74,7 @@ def _line(config: TrainingConfig, now: Progress) -> str:
     text = f"loss {now.loss:.3f}"
     if now.last is not None:
         radius = config.train.radius
-        text += (
-            f"  clean {100 * now.last.clean:.1f} %  certified at {radius:.3g}: about {100 * now.last.certified:.1f} %"
-        )
+        text += f"  clean {100 * now.last.clean:.1f} %  certified at {radius:.3g}, estimated: {100 * now.last.certified:.1f} %"
     return text
 
 
@@ -85,6 +85,6 @@ def _show(config: TrainingConfig, test: dict[str, object], seconds: float) -> No
         clean, certified, off = (100 * float(str(test[key])) for key in ("clean", "certified", "content_off"))
         console.print(
             f"{test['inputs']} inputs of {test['split']}: clean {clean:.1f} %, content off {off:.1f} %, "
-            f"certified at {config.train.radius:.3g} about {certified:.1f} % (an estimate)",
+            f"certified at {config.train.radius:.3g} {certified:.1f} % by the estimate in training, not yet by proof",
             soft_wrap=True,
         )

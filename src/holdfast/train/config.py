@@ -57,6 +57,7 @@ class TrainConfig:
         warmup: share of the training in which they rise.
         precision: of the products; weights stay float32.
         compile: whether torch.compile runs the step, and in which mode.
+        start: a saved model of the same shape whose weights come first; empty for those of the seed.
         seed: of the first weights, the order of the inputs and their augmentation.
         evaluate_every: epochs between two measurements.
         radius: at which certified accuracy is estimated.
@@ -74,6 +75,7 @@ class TrainConfig:
     warmup: float = 0.05
     precision: Literal["float32", "bf16"] = "float32"
     compile: Literal["no", "default", "reduce-overhead", "max-autotune"] = "no"
+    start: str = ""
     seed: int = 0
     evaluate_every: int = 1
     radius: float = 36 / 255
@@ -123,6 +125,10 @@ class TrainingConfig:
     def with_seed(self, seed: int) -> TrainingConfig:
         """The same training from another seed."""
         return replace(self, train=replace(self.train, seed=seed))
+
+    def with_start(self, model: Pathlike) -> TrainingConfig:
+        """The same training, going on from a saved model."""
+        return replace(self, train=replace(self.train, start=str(model)))
 
     def to_dict(self) -> dict[str, Any]:
         """The tables, ready for JSON."""

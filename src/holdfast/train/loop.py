@@ -18,6 +18,7 @@ import holdfast
 from holdfast.data import SOURCES, Dataset, load
 from holdfast.errors import HoldfastError, InputError
 from holdfast.models import Transformer, save
+from holdfast.models import load as load_model
 from holdfast.nn import ManifoldStep, manifold_parameters
 from holdfast.storage import Pathlike, write_text
 from holdfast.train.augment import AUGMENTATIONS
@@ -149,7 +150,7 @@ class _Training:
         self._steps = self._per_epoch * self._c.epochs
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._c.seed)
-            self._model = Transformer(config.model).to(place.device)
+            self._model = _first_model(config).to(place.device)
         self._optimisers = _optimisers(self._model, self._c)
         objective = Objective(self._model, self._c.losses, bf16=self._c.precision == "bf16")
         if self._c.compile != "no":
@@ -292,6 +293,17 @@ class _Training:
         )
 
 
+def _first_model(config: TrainingConfig) -> Transformer:
+    """The model before the first step."""
+    model, start = Transformer(config.model), config.train.start
+    if start:
+        try:
+            model.load_state_dict(load_model(start).state_dict())
+        except RuntimeError:
+            raise InputError(f"start of [train] is {start!r}, a model of another shape than [model]") from None
+    return model
+
+
 def _read(config: TrainingConfig, split: str, data_dir: Pathlike | None) -> Dataset:
     """A split of the data, in the shape that the model takes."""
     data, model = load(config.data.name, split, data_dir), config.model
@@ -320,8 +332,9 @@ def _optimisers(model: Transformer, c: TrainConfig) -> dict[str, torch.optim.Opt
     orthogonal = list(manifold_parameters(model))
     ours = {id(p) for p in orthogonal}
     rest = [p for p in model.parameters() if id(p) not in ours]
+    fused = all(p.is_cuda for p in rest)
     found: dict[str, torch.optim.Optimizer] = {
-        "adamw": torch.optim.AdamW(rest, lr=c.lr, weight_decay=c.weight_decay, betas=(0.9, 0.99))
+        "adamw": torch.optim.AdamW(rest, lr=c.lr, weight_decay=c.weight_decay, betas=(0.9, 0.99), fused=fused)
     }
     if orthogonal:
         found["manifold"] = ManifoldStep(orthogonal, lr=c.manifold_lr, momentum=c.momentum)

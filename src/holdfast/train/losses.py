@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from jaxtyping import Float
@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from holdfast.attention.layer import split_heads
 from holdfast.errors import InputError
+from holdfast.nn import SelfAttention
 from holdfast.registry import Registry
 from holdfast.train.forward import ForwardPass, features, logits_of
 from holdfast.train.gains import each_length
@@ -169,17 +171,20 @@ class JaSMinTerm(Loss):
 @LOSSES.add("content-floor")
 @dataclass(frozen=True)
 class ContentFloor(Loss):
-    """max(0, log(floor / V)), V the total variation between P and its mean over the batch, averaged over the layers.
+    """max(0, log(floor / U)), U the use that attention makes of content, averaged over the layers.
 
     Certified training is cheapest for attention that ignores its input; this term forbids that way out. Where W^Q and
-    W^K are small, V is their product to first order: of V itself the gradient would vanish, of its logarithm it grows.
+    W^K are small, U is their product to first order: of U itself the gradient would vanish, of its logarithm it grows.
     See `holdfast.nn.content`.
 
     Attributes:
-        floor: mean of ½ Σ_j |p_ij - E p_ij| below which a layer pays.
+        floor: of U; layers may share it as they like.
+        of: "probabilities" takes the total variation between P and its mean over the batch, "output" the share of the
+            heads' output that comes from their difference, which a network cannot keep up without effect.
     """
 
     floor: float = 0.05
+    of: Literal["probabilities", "output"] = "probabilities"
     weight: float = 0.1
 
     kind = "content-floor"
@@ -189,12 +194,17 @@ class ContentFloor(Loss):
             raise InputError(f"floor is {self.floor}; expected a positive number")
 
     def __call__(self, run: ForwardPass) -> Float[Tensor, ""]:
-        lacking = []
-        for attention, x in zip(run.model.attentions, run.entering, strict=True):
-            p = widened(attention.probabilities(x))
-            variation = (p - p.mean(0)).abs().sum(-1).mean() / 2
-            lacking.append((self.floor / variation.clamp(min=1e-12)).log().clamp(min=0.0))
-        return torch.stack(lacking).mean()
+        layers = zip(run.model.attentions, run.entering, strict=True)
+        use = torch.stack([self._use(attention, x) for attention, x in layers]).mean()
+        return (self.floor / use.clamp(min=1e-12)).log().clamp(min=0.0)
+
+    def _use(self, attention: SelfAttention, x: Tensor) -> Float[Tensor, ""]:
+        p = widened(attention.probabilities(x))
+        apart = p - p.mean(0)
+        if self.of == "probabilities":
+            return apart.abs().sum(-1).mean() / 2
+        v = widened(split_heads(attention.value(x), attention.heads))
+        return (each_length(apart @ v) / each_length(p @ v).clamp(min=1e-30)).mean()
 
 
 def _of_length(t: Tensor, length: float, *, at_most: bool = False) -> Tensor:
