@@ -1,5 +1,6 @@
 """What a training minimises: gains and slopes against their definitions, losses against their formulas."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -70,7 +71,7 @@ def test_gain_and_curvature_of_attention_are_above_its_derivatives(residual, str
         layer.query.weight *= strength
     x = torch.randn(16, 5, 8)
     true = holdfast.local_lipschitz(layer.layer(), x.double()).value
-    found = attention_steepness(layer, x)
+    found = attention_steepness([layer], [x])
     gain, curvature = found.gain.detach(), found.curvature.detach()
     # Three steps of power iteration leave it at most a little below the closed form, which is above the truth.
     assert (gain >= true * 0.995).all()
@@ -82,6 +83,29 @@ def test_gain_and_curvature_of_attention_are_above_its_derivatives(residual, str
     g = g / g.flatten(2).norm(dim=-1)[..., None, None]
     bends = piece.push2(u, g, g).flatten(2).norm(dim=-1).amax(0)
     assert (bends <= curvature).all()
+
+
+def test_layers_are_taken_together_or_one_by_one():
+    torch.manual_seed(0)
+    layers = [SelfAttention(8, 2, position_scores=torch.randn(2, 5, 5)) for _ in range(3)]
+    x = [torch.randn(4, 5, 8) for _ in layers]
+    together = attention_steepness(layers, x)
+    for i in range(3):
+        alone = attention_steepness([layers[i]], [x[i]])
+        assert torch.allclose(alone.gain[0], together.gain[i], rtol=1e-5)
+        assert torch.allclose(alone.curvature[0], together.curvature[i], rtol=1e-5)
+    assert attention_steepness(layers, x, curved=False).curvature == math.inf
+
+
+def test_a_sample_gives_the_mean_of_its_gains():
+    model = model_of("digits-patches")
+    found = pass_of(model)
+    own, shared = Gains()(found), Gains(sample=2)(found)
+    steepness = attention_steepness(model.attentions, [x[:2] for x in found.entering], curved=False)
+    rest = own[0] / steepness.gain[:, 0].prod()  # the gains of the other layers, which no input changes
+    same_label = found.labels == found.labels[0]
+    expected = (rest * steepness.gain.mean(1).prod()).expand(len(own), -1)
+    assert torch.allclose(shared[same_label], expected[same_label], rtol=1e-4)
 
 
 def test_norms_by_a_few_steps():

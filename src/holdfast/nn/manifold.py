@@ -27,20 +27,31 @@ def nearest_orthonormal(w: Float[Tensor, "*g m n"], steps: int = 5) -> Float[Ten
     `ManifoldStep` leaves more, because a direction has singular values below 1.25 and `lr` is at most 0.25. A step
     along the manifold leaves e of order lr², for which three steps do.
     """
-    w = w.mT if (wide := w.shape[-2] < w.shape[-1]) else w
+    tall = _tall(w)
     for _ in range(steps):
-        w = 1.5 * w - 0.5 * (w @ (w.mT @ w))
-    return w.mT if wide else w
+        tall = torch.baddbmm(tall, tall, tall.mT @ tall, beta=1.5, alpha=-0.5)
+    return _like(tall, w)
 
 
 def direction(g: Float[Tensor, "*g m n"], steps: int = 5) -> Float[Tensor, "*g m n"]:
     """Roughly the polar factor of any matrices, in the precision given: the steepest step of spectral norm 1."""
-    g = g.mT if (wide := g.shape[-2] < g.shape[-1]) else g
-    g = g / (torch.linalg.matrix_norm(g, keepdim=True) + 1e-7)
+    tall = _tall(g)
+    tall = tall / (torch.linalg.matrix_norm(tall, keepdim=True) + 1e-7)
     for _ in range(steps):
-        gram = g.mT @ g
-        g = _A * g + g @ (_B * gram + _C * gram @ gram)
-    return g.mT if wide else g
+        gram = tall.mT @ tall
+        tall = torch.baddbmm(tall, tall, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), beta=_A)
+    return _like(tall, g)
+
+
+def _tall(w: Float[Tensor, "*g m n"]) -> Float[Tensor, "all long short"]:
+    """The matrices in one row, each standing on its shorter side."""
+    w = w.reshape(-1, *w.shape[-2:])
+    return w.mT if w.shape[-2] < w.shape[-1] else w
+
+
+def _like(tall: Float[Tensor, "all long short"], w: Float[Tensor, "*g m n"]) -> Float[Tensor, "*g m n"]:
+    """The inverse of `_tall`."""
+    return (tall.mT if w.shape[-2] < w.shape[-1] else tall).reshape(w.shape)
 
 
 @final

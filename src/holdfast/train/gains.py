@@ -25,6 +25,7 @@ Norms and λ_max come from a few steps of power iteration, which approach from b
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -34,7 +35,7 @@ from torch import Tensor
 
 from holdfast.attention.layer import split_heads
 from holdfast.errors import InputError
-from holdfast.nn import Entrywise, Layer, LayerProject, Linear, MeanPool, PositionCodes, SelfAttention
+from holdfast.nn import Entrywise, Layer, LayerProject, Linear, MeanPool, PositionCodes, SelfAttention, Sll
 from holdfast.nn.arrangement import Arrangement
 from holdfast.train.jasmin import widened
 
@@ -51,30 +52,44 @@ class Steepness:
     curvature: Tensor | float
 
 
-def attention_steepness(attention: SelfAttention, x: Float[Tensor, "b n d"]) -> Steepness:
-    """Estimates (b,) of the right-hand sides above, differentiable in x and the weights."""
-    heads = attention.heads
-    q, k, v = (widened(split_heads(each(x), heads)) for each in (attention.query, attention.key, attention.value))
-    with torch.autocast(x.device.type, enabled=False):
+def attention_steepness(
+    attentions: Sequence[SelfAttention], entering: Sequence[Float[Tensor, "b n d"]], *, curved: bool = True
+) -> Steepness:
+    """Estimates (layers, b) of the right-hand sides above, for layers of equal shape at the inputs that enter them.
+
+    Differentiable in the inputs and the weights; the layers are taken together, as one more batch dimension. Without
+    `curved` the curvature is left at infinity.
+    """
+    q, k, v = (
+        torch.stack(
+            [
+                widened(split_heads(getattr(attention, name)(x), attention.heads))
+                for attention, x in zip(attentions, entering, strict=True)
+            ]
+        )
+        for name in ("query", "key", "value")
+    )
+    with torch.autocast(q.device.type, enabled=False):
         root = q.shape[-1] ** -0.25
         q, k, v = q * root, _centred(k) * root, _centred(v)
         scores = q @ k.mT  # softmax does not see that the keys were centred
-        if attention.position_scores is not None:
-            scores = scores + attention.position_scores
+        positions: list[Tensor] = [each.position_scores for each in attentions if each.position_scores is not None]
+        if positions:
+            scores = scores + torch.stack(positions).unsqueeze(1)
         p = scores.softmax(-1)
-        W_Q, W_K = map_gain(attention.query) * root, map_gain(attention.key) * root
-        c_V, c_O = map_gain(attention.value), map_gain(attention.output)
+        W_Q, W_K, c_V, c_O = (_map_gains(attentions, name) for name in ("query", "key", "value", "output"))
+        W_Q, W_K = W_Q * root, W_K * root
         omega, kappa = _largest_covariance(p, v), _largest_covariance(p, k)
         S_omega = _peak(omega * kappa) * W_Q + _peak(_largest_moment(p.mT * omega.unsqueeze(-2), q)) * W_K
+        fixed = c_V * norm_of_rows(p).amax(-1)
+        gain = abs(attentions[0].residual) + c_O * (fixed + S_omega)
+        if not curved:
+            return Steepness(gain, math.inf)
         S = _peak(kappa) * W_Q + _peak(_largest_moment(p.mT, q)) * W_K
         mean = p @ k
         apart = k.square().sum(-1).unsqueeze(-2) - 2 * mean @ k.mT + mean.square().sum(-1, keepdim=True)
         T = _peak(apart.amax(-1)) * W_Q + math.sqrt(2) * _peak(q.square().sum(-1)) * W_K
-        fixed = c_V * norm_of_rows(p).amax(-1)
-        return Steepness(
-            abs(attention.residual) + c_O * (fixed + S_omega),
-            c_O * (T * S_omega + 2 * _peak(omega) * W_Q * W_K + 2 * S * c_V),
-        )
+        return Steepness(gain, c_O * (T * S_omega + 2 * _peak(omega) * W_Q * W_K + 2 * S * c_V))
 
 
 def layer_steepness(layer: object) -> Steepness:
@@ -86,6 +101,9 @@ def layer_steepness(layer: object) -> Steepness:
     if isinstance(layer, LayerProject):
         # Of y / √(1 + |y|²) the second derivative is at most 3t (1 + t²)^(-5/2) <= 48 / (25 √5), at t = |y| = 1/2.
         return Steepness(layer.gain, 48 / (25 * math.sqrt(5)) / layer.radius if layer.smooth else math.inf)
+    if isinstance(layer, Sll):
+        # With v = T^-½ Wᵀg the second derivative is -2 W T^-½ (σ'' T^½ v²), and ‖W T^-½‖ and ‖v‖ are at most 1.
+        return Steepness(layer.gain, 2 * layer.activation.curvature * layer.diagonal.amax().sqrt())
     if isinstance(layer, Arrangement | MeanPool | PositionCodes):
         return Steepness(layer.gain, 0.0)
     if isinstance(layer, Layer) and math.isfinite(layer.gain):
@@ -98,17 +116,18 @@ def map_gain(linear: Linear) -> Float[Tensor, ""] | float:
     return linear.gain if math.isfinite(linear.gain) else norm_estimate(linear.weight)
 
 
-def norm_estimate(w: Float[Tensor, "m n"]) -> Float[Tensor, ""]:
+def norm_estimate(w: Float[Tensor, "*layers m n"]) -> Float[Tensor, "*layers"]:
     """‖W‖ from below, differentiable; the start is the same every time."""
     with torch.no_grad(), torch.autocast(w.device.type, enabled=False):
-        v = torch.cos(torch.arange(w.shape[1], device=w.device, dtype=w.dtype) ** 2)  # in no direction of its own
+        v = torch.cos(torch.arange(w.shape[-1], device=w.device, dtype=w.dtype) ** 2)  # in no direction of its own
+        v = v.unsqueeze(-1)
         for _ in range(_WEIGHT_STEPS):
-            v = _unit(w.mT @ (w @ v))
+            v = _unit(w.mT @ (w @ v), -2)
     with torch.autocast(w.device.type, enabled=False):
-        return length(w @ v)
+        return length(w @ v, -2).squeeze(-1)
 
 
-def norm_of_rows(p: Float[Tensor, "b h n n"]) -> Float[Tensor, "b h"]:
+def norm_of_rows(p: Float[Tensor, "*b h n n"]) -> Float[Tensor, "*b h"]:
     """‖P‖ of matrices with entries that are not negative: the top vectors are not negative, and so is the start."""
     with torch.no_grad():
         v = torch.ones_like(p[..., :1])
@@ -128,7 +147,15 @@ def each_length(t: Float[Tensor, "b ..."]) -> Float[Tensor, "b ..."]:
     return length(widened(t.flatten(1)), 1).reshape(-1, *[1] * (t.ndim - 1))
 
 
-def _largest_covariance(p: Float[Tensor, "b h n n"], z: Float[Tensor, "b h n k"]) -> Float[Tensor, "b h n"]:
+def _map_gains(attentions: Sequence[SelfAttention], name: str) -> Float[Tensor, "layers 1"] | float:
+    """‖W‖ of the same map of every layer."""
+    maps: list[Linear] = [getattr(attention, name) for attention in attentions]
+    if math.isfinite(maps[0].gain):
+        return maps[0].gain
+    return norm_estimate(torch.stack([each.weight for each in maps])).unsqueeze(-1)
+
+
+def _largest_covariance(p: Float[Tensor, "*b h n n"], z: Float[Tensor, "*b h n k"]) -> Float[Tensor, "*b h n"]:
     """λ_max of the covariance of z under every row of p."""
     mean = p @ z
     with torch.no_grad():
@@ -139,7 +166,7 @@ def _largest_covariance(p: Float[Tensor, "b h n n"], z: Float[Tensor, "b h n k"]
     return (p * (along - (p * along).sum(-1, keepdim=True)).square()).sum(-1)
 
 
-def _largest_moment(weights: Float[Tensor, "b h n n"], z: Float[Tensor, "b h n k"]) -> Float[Tensor, "b h n"]:
+def _largest_moment(weights: Float[Tensor, "*b h n n"], z: Float[Tensor, "*b h n k"]) -> Float[Tensor, "*b h n"]:
     """λ_max of Σ_j weights_ij z_j z_jᵀ for every i."""
     with torch.no_grad():
         w = _unit(weights @ z + _start(z))
@@ -148,7 +175,7 @@ def _largest_moment(weights: Float[Tensor, "b h n n"], z: Float[Tensor, "b h n k
     return (weights * (w @ z.mT).square()).sum(-1)
 
 
-def _peak(squares: Float[Tensor, "b h n"]) -> Float[Tensor, " b"]:
+def _peak(squares: Float[Tensor, "*b h n"]) -> Float[Tensor, "*b"]:
     """The largest root over heads and rows."""
     return squares.clamp(min=1e-20).sqrt().amax((-2, -1))
 

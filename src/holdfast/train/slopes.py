@@ -45,13 +45,20 @@ class MarginSlope(Chosen):
 @SLOPES.add("gains")
 @dataclass(frozen=True)
 class Gains(MarginSlope):
-    """The product of the gains of all layers, those of attention at the input, times ‖w_y - w_j‖ of the head."""
+    """The product of the gains of all layers, those of attention at the input, times ‖w_y - w_j‖ of the head.
+
+    Attributes:
+        sample: how many inputs of a batch attention is looked at; the mean of their gains then serves all of them. With
+            0 every input has its own.
+    """
+
+    sample: int = 0
 
     kind = "gains"
     differentiates = False
 
     def __call__(self, run: ForwardPass) -> Float[Tensor, "b classes"]:
-        return pair_norms(run) * _network(run).gain
+        return pair_norms(run) * _network(run, self.sample, curved=False).gain
 
 
 @final
@@ -161,16 +168,23 @@ def _between(run: ForwardPass) -> Float[Tensor, "b 1 d"]:
     return (w[run.labels] - w[run.rivals]).unsqueeze(1)
 
 
-def _network(run: ForwardPass) -> Steepness:
+def _network(run: ForwardPass, sample: int = 0, *, curved: bool = True) -> Steepness:
     """Of the features: the product of the gains G, and B, each (b, 1) or a number."""
-    entering = iter(run.entering)
+    entering = [x[: sample or None] for x in run.entering]
+    found = attention_steepness(run.model.attentions, entering, curved=curved)
+    gains, curvatures = (_each_layer(t, len(entering), mean=sample > 0) for t in (found.gain, found.curvature))
+    own = zip(gains, curvatures, strict=True)
     G: Tensor | float = 1.0
     B: Tensor | float = 0.0
     for layer in (*run.model.body, *run.model.pool):
-        here = (
-            attention_steepness(layer, next(entering)) if isinstance(layer, SelfAttention) else layer_steepness(layer)
-        )
-        L, beta = (t.reshape(-1, 1) if isinstance(t, Tensor) else t for t in (here.gain, here.curvature))
-        B = L * B + beta * G**2
-        G = L * G
+        known = layer_steepness(layer) if not isinstance(layer, SelfAttention) else Steepness(*next(own))
+        B = known.gain * B + known.curvature * G**2 if curved else math.inf
+        G = known.gain * G
     return Steepness(G, B)
+
+
+def _each_layer(values: Tensor | float, layers: int, *, mean: bool) -> list[Tensor | float]:
+    """(b, 1) of every layer from (layers, b); a number where they share the mean."""
+    if isinstance(values, float):
+        return [values] * layers
+    return list((values.mean(1, keepdim=True) if mean else values).unsqueeze(-1).unbind())
