@@ -13,6 +13,7 @@ from holdfast.errors import InputError
 from holdfast.models import Transformer, config
 from holdfast.network.attention import Attention
 from holdfast.nn import LayerProject, SelfAttention
+from holdfast.nn.content import content_off
 from holdfast.train.augment import AUGMENTATIONS
 from holdfast.train.forward import features, logits_of, run
 from holdfast.train.gains import attention_steepness, layer_steepness, norm_estimate, norm_of_rows
@@ -121,7 +122,7 @@ def test_slopes_of_a_network_are_in_order():
     sigma = torch.linalg.matrix_norm(feature_jacobians(model, found.x.detach()), 2)
     pairs = pair_norms(found)
     exact = pairs * sigma.unsqueeze(1)
-    assert torch.allclose(Jacobian(steps=40)(found), exact, rtol=1e-3)
+    assert torch.allclose(Jacobian(steps=200)(found), exact, rtol=2e-3)
     assert (Jacobian()(found) <= exact * (1 + 1e-9)).all()
     assert (Gains()(found) >= exact * 0.995).all()
     assert (Gains()(found).gather(1, found.labels.unsqueeze(1)) == 0).all()
@@ -314,6 +315,18 @@ def test_the_content_floor_sees_what_reaches_the_output():
         for attention in model.attentions:
             attention.query.weight.zero_()
     assert floor(pass_of(model)).item() > 10
+
+
+def test_the_content_floor_sees_what_reaches_the_logits():
+    model = model_of()
+    found, (inputs, _) = pass_of(model), batch(model)
+    off = content_off(model, inputs)(inputs)
+    # `content_off` takes all means from one pass with content, and so does the loss.
+    change = found.logits - off
+    use = (change - change.mean(1, keepdim=True)).norm(dim=1).mean()
+    lacking = ContentFloor(floor=5.0, of="logits")(found)
+    assert lacking.item() == pytest.approx((5.0 / use).log().item(), rel=1e-5)
+    assert torch.autograd.grad(lacking, model.attentions[0].query.weight)[0].abs().max() > 0
 
 
 @pytest.mark.slow

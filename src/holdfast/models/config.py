@@ -50,6 +50,7 @@ class ModelConfig:
         score_norm: limit of ‖W^Q‖ and ‖W^K‖; 0 leaves them free.
         positions: codes added to the tokens, or to the scores of every attention, starting as circular shifts.
         sharpness: of these shifts: the score of the one neighbour at the start.
+        own_score: the score of a token with itself at the start, beside that of the neighbour.
         residual: whether attention is added to its input.
         projection: LayerProject before attention and feed-forward: none, hard or smooth.
         attention_radius: its radius before attention.
@@ -81,6 +82,7 @@ class ModelConfig:
     score_norm: float = 0.0
     positions: Positions = "scores"
     sharpness: float = 6.0
+    own_score: float = 0.0
     residual: bool = False
     projection: Projection = "none"
     attention_radius: float = 1.0

@@ -98,10 +98,17 @@ def _embedding(c: ModelConfig) -> list[Layer]:
         layers: list[Layer] = []
     elif not c.stem_layers:
         patches = Patches(c.channels, c.side, c.patch)
-        layers = [patches, Linear(patches.width, c.width, kind=c.maps)]
+        layers = [patches, _centred(Linear(patches.width, c.width, kind=c.maps))]
     else:
         layers = _stem(c)
     return [*layers, PositionCodes(math.prod(c.grid), c.width)] if c.positions == "added" else layers
+
+
+@torch.no_grad()
+def _centred(pixels: Linear) -> Linear:
+    """A map that starts with 0 for a grey patch, so that activations with a kink at 0 see both sides."""
+    pixels.bias.copy_(-0.5 * pixels.weight.sum(1))
+    return pixels
 
 
 def _stem(c: ModelConfig) -> list[Layer]:
@@ -110,7 +117,7 @@ def _stem(c: ModelConfig) -> list[Layer]:
         raise InputError(f"patch is {c.patch}; a stem of convolutions needs an even one")
     first = Patches(c.channels, c.side, 2)
     grid = (c.side // 2, c.side // 2)
-    layers: list[Layer] = [first, Linear(first.width, c.stem_width, kind=c.maps)]
+    layers: list[Layer] = [first, _centred(Linear(first.width, c.stem_width, kind=c.maps))]
     for _ in range(c.stem_layers):
         layers += [Shifts(grid, c.stem_width), Linear(c.stem_width, c.stem_width, kind=c.maps)]
         layers.append(_activation(c, c.stem_width))
@@ -119,7 +126,7 @@ def _stem(c: ModelConfig) -> list[Layer]:
 
 
 def _block(c: ModelConfig) -> list[Layer]:
-    scores = shift_scores(c.grid, c.heads, c.sharpness) if c.positions == "scores" else None
+    scores = shift_scores(c.grid, c.heads, c.sharpness, c.own_score) if c.positions == "scores" else None
     attention = SelfAttention(
         c.width,
         c.heads,
@@ -138,6 +145,7 @@ def _block(c: ModelConfig) -> list[Layer]:
         feed_forward = [Sll(c.width, activation)]
     else:
         up, down = Linear(c.width, hidden, kind=c.maps), Linear(hidden, c.width, kind=c.maps)
+        down.start_as_inverse(up)
         feed_forward = [up, _activation(c, hidden), down]
     if c.projection == "none":
         return [attention, *feed_forward]

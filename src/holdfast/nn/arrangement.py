@@ -136,11 +136,12 @@ class Flattened(Arrangement):
         return x.flatten(1).unsqueeze(1)
 
 
-def shift_scores(grid: tuple[int, int], heads: int, sharpness: float) -> Float[Tensor, "h n n"]:
+def shift_scores(grid: tuple[int, int], heads: int, sharpness: float, own: float = 0.0) -> Float[Tensor, "h n n"]:
     """Scores that let every token of a head attend to one neighbour on the grid, around its edges.
 
     They depend on the difference of two places alone, so that softmax gives doubly stochastic matrices: ‖P_l‖ = 1. The
-    score of the neighbour is `sharpness`, all others are 0.
+    score of the neighbour is `sharpness`, that of the token itself `own`, all others are 0; where both are equal, the
+    content decides between the two.
     """
     places = torch.arange(math.prod(grid)).reshape(grid)
     steps = sorted(
@@ -148,4 +149,4 @@ def shift_scores(grid: tuple[int, int], heads: int, sharpness: float) -> Float[T
     )
     neighbours = [places.roll((r, c), (0, 1)).flatten() for _, r, c in steps[:heads]]
     chosen = torch.stack([neighbours[head % len(neighbours)] for head in range(heads)])
-    return sharpness * functional.one_hot(chosen, places.numel()).float()
+    return sharpness * functional.one_hot(chosen, places.numel()).float() + own * torch.eye(places.numel())

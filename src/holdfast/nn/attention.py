@@ -58,6 +58,7 @@ class SelfAttention(Layer):
         self.key = Linear(width, width, norm=score_norm or 1.0, kind=score_kind, bias=False)
         self.value = Linear(width, width, norm=norm, kind=kind, bias=False)
         self.output = Linear(width, width, norm=norm, kind=kind)
+        self.output.start_as_inverse(self.value)
         self.position_scores = None if position_scores is None else nn.Parameter(position_scores)
         self.register_buffer("fixed_scores", None, persistent=False)
         self.fixed_scores: Tensor | None
@@ -67,15 +68,15 @@ class SelfAttention(Layer):
         """Dot-product attention has no Lipschitz constant on all of space; certificates are local."""
         return math.inf
 
-    def forward(self, x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n d"]:
-        """F(x)."""
+    def forward(self, x: Float[Tensor, "b n d"], content: Float[Tensor, "h n n"] | None = None) -> Tensor:
+        """F(x), or what it would be with the given content scores in the place of its own."""
         v = split_heads(self.value(x), self.heads)
-        if self.fixed_scores is None:
+        if self.fixed_scores is None and content is None:
             q, k = self._queries_and_keys(x)
             bias = None if self.position_scores is None else self.position_scores.to(q.dtype)
             y = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         else:
-            y = self.probabilities(x).to(v.dtype) @ v
+            y = self._attend(self.content_scores(x) if content is None else content).to(v.dtype) @ v
         out: Tensor = self.output(merge_heads(y))
         return out + self.residual * x if self.residual else out
 
@@ -88,8 +89,7 @@ class SelfAttention(Layer):
 
     def probabilities(self, x: Float[Tensor, "b n d"]) -> Float[Tensor, "b h n n"]:
         """The attention of every head."""
-        scores = self.content_scores(x)
-        return (scores if self.position_scores is None else scores + self.position_scores).softmax(-1)
+        return self._attend(self.content_scores(x))
 
     def layer(self) -> AttentionLayer:
         """The same function with its present weights, in float64."""
@@ -113,6 +113,9 @@ class SelfAttention(Layer):
 
     def pieces(self) -> tuple[Piece, ...]:
         return (Attention(self.layer()),)
+
+    def _attend(self, content: Tensor) -> Tensor:
+        return (content if self.position_scores is None else content + self.position_scores).softmax(-1)
 
     def _queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return split_heads(self.query(x), self.heads), split_heads(self.key(x), self.heads)

@@ -128,6 +128,16 @@ class Linear(nn.Linear, Layer):
     def gain(self) -> float:
         return self._gain
 
+    @torch.no_grad()
+    def start_as_inverse(self, other: Linear) -> None:
+        """Takes the transpose of another map on the manifold, if both are there: together they lose nothing at first.
+
+        Independent orthogonal maps around a wider layer would lose most of what passes.
+        """
+        own, first = (list(manifold_parameters(each)) for each in (self, other))
+        if own and first:
+            own[0].copy_(first[0].mT)
+
     def pieces(self) -> tuple[Piece, ...]:
         return (Affine(self.weight.mT, self.bias),)
 

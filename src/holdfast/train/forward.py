@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -85,13 +85,24 @@ def run(
     return ForwardPass(model, x, labels, logits_of(model, z), entering, progress, pullback)
 
 
-def features(model: Transformer, x: Tensor) -> tuple[Float[Tensor, "b 1 d"], tuple[Tensor, ...]]:
-    """What enters the head, and what enters each attention before it."""
+def features(
+    model: Transformer, x: Tensor, content: Sequence[Tensor | None] | None = None
+) -> tuple[Float[Tensor, "b 1 d"], tuple[Tensor, ...]]:
+    """What enters the head, and what enters each attention before it.
+
+    Args:
+        model: that runs.
+        x: what enters its body.
+        content: scores for each attention in the place of those of its content.
+    """
     entering: list[Tensor] = []
     for layer in model.body:
         if isinstance(layer, SelfAttention):
+            scores = None if content is None else content[len(entering)]
             entering.append(x)
-        x = layer(x)
+            x = layer(x, scores)
+        else:
+            x = layer(x)
     return model.pool(x), tuple(entering)
 
 

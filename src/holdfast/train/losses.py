@@ -171,7 +171,7 @@ class JaSMinTerm(Loss):
 @LOSSES.add("content-floor")
 @dataclass(frozen=True)
 class ContentFloor(Loss):
-    """max(0, log(floor / U)), U the use that attention makes of content, averaged over the layers.
+    """max(0, log(floor / U)), U the use that attention makes of content, a mean over layers and inputs.
 
     Certified training is cheapest for attention that ignores its input; this term forbids that way out. Where W^Q and
     W^K are small, U is their product to first order: of U itself the gradient would vanish, of its logarithm it grows.
@@ -179,12 +179,14 @@ class ContentFloor(Loss):
 
     Attributes:
         floor: of U; layers may share it as they like.
-        of: "probabilities" takes the total variation between P and its mean over the batch, "output" the share of the
-            heads' output that comes from their difference, which a network cannot keep up without effect.
+        of: "probabilities" takes the total variation between P and its mean over the batch; "output" the share of the
+            heads' output that comes from their difference; "logits" the length of what all logits, less their mean,
+            change by when every layer has the mean of its content scores over the batch instead. Only the last cannot
+            be kept up without an effect on the answer.
     """
 
     floor: float = 0.05
-    of: Literal["probabilities", "output"] = "probabilities"
+    of: Literal["probabilities", "output", "logits"] = "probabilities"
     weight: float = 0.1
 
     kind = "content-floor"
@@ -195,7 +197,12 @@ class ContentFloor(Loss):
 
     def __call__(self, run: ForwardPass) -> Float[Tensor, ""]:
         layers = zip(run.model.attentions, run.entering, strict=True)
-        use = torch.stack([self._use(attention, x) for attention, x in layers]).mean()
+        if self.of == "logits":
+            usual = [attention.content_scores(x).mean(0) for attention, x in layers]
+            change = run.logits - logits_of(run.model, features(run.model, run.x, usual)[0])
+            use = each_length(change - change.mean(1, keepdim=True)).mean()
+        else:
+            use = torch.stack([self._use(attention, x) for attention, x in layers]).mean()
         return (self.floor / use.clamp(min=1e-12)).log().clamp(min=0.0)
 
     def _use(self, attention: SelfAttention, x: Tensor) -> Float[Tensor, ""]:
