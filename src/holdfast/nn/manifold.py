@@ -16,7 +16,7 @@ from holdfast.errors import InputError
 # negligible near 1, which is all that a direction needs.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 
-# Up to this lr singular values change by |e| <= 1.25 lr, whatever rounding did to the direction: three steps do.
+# Up to this lr singular values change by |e| <= 1.25 lr, and a step along the manifold by far less: two steps do.
 _SHORT = 0.03
 
 
@@ -25,7 +25,7 @@ def nearest_orthonormal(w: Float[Tensor, "*g m n"], steps: int = 5) -> Float[Ten
 
     A singular value 1 + e becomes 1 - 3e²/2 - e³/2: five steps bring every |e| <= 0.36 below 1e-8, and no step of
     `ManifoldStep` leaves more, because a direction has singular values below 1.25 and `lr` is at most 0.25. A step
-    along the manifold leaves e of order lr², for which three steps do.
+    along the manifold leaves e of order lr², for which two steps do.
     """
     tall = _tall(w)
     for _ in range(steps):
@@ -113,7 +113,7 @@ class ManifoldStep(torch.optim.Optimizer):
         M = torch.stack(gradients) + momentum * torch.stack(held)
         fast = torch.bfloat16 if W.is_cuda else W.dtype
         step = direction(_along(W.to(fast), M.to(fast))).to(torch.float64)
-        moved = nearest_orthonormal(W.double() - lr * step, steps=3 if lr <= _SHORT else 5)
+        moved = nearest_orthonormal(W.double() - lr * step, steps=2 if lr <= _SHORT else 5)
         torch._foreach_copy_(weights, list(moved.to(W.dtype).unbind()))
 
 
