@@ -74,6 +74,11 @@ class TestMixed(BoundConformance):
         return "mixed"
 
 
+class TestRows(BoundConformance):
+    def name(self) -> str:
+        return "rows"
+
+
 class TestYudinBall(BoundConformance):
     def name(self) -> str:
         return "yudin-ball"

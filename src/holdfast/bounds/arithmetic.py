@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, Generic, TypeVar, final
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from holdfast.linalg import Array, Ball, MatrixOperator, ProvableOperator, estimate, thin_norm, upper
 from holdfast.linalg.certified import GIB
@@ -16,6 +17,9 @@ from holdfast.results import Guarantee
 T = TypeVar("T")
 
 _THIN = 32  # matrices of so few rows or columns are not worth an iteration
+
+#: What was computed from weights alone, as long as the first of them lives: by name, copies of the weights and result.
+_KEPT: MutableMapping[Tensor, dict[tuple[str, Guarantee], tuple[list[Tensor], Any]]] = WeakIdKeyDictionary()
 
 
 class Arithmetic(ABC, Generic[Array]):
@@ -37,6 +41,19 @@ class Arithmetic(ABC, Generic[Array]):
         if name not in self._shared or not _same(self._shared[name][0], radii):
             self._shared[name] = radii, compute()
         found: T = self._shared[name][1]
+        return found
+
+    @final
+    def of_weights(self, name: str, weights: Sequence[Tensor], compute: Callable[[], T]) -> T:
+        """What `compute` gives, which depends on nothing but these weights: once for all inputs of a network.
+
+        It is computed anew where a weight has changed since, in place or not.
+        """
+        kept = _KEPT.setdefault(weights[0], {})
+        known = kept.get((name, self.guarantee))
+        if known is None or not all(_same(copy, weight) for copy, weight in zip(known[0], weights, strict=True)):
+            known = kept[name, self.guarantee] = [weight.detach().clone() for weight in weights], compute()
+        found: T = known[1]
         return found
 
     @final

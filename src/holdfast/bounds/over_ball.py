@@ -99,17 +99,13 @@ class OverBall(Generic[Array]):
         norm_A = self.norm_A.unsqueeze(-1).unsqueeze(-1)
         alpha2 = f.key.square().sum(-1, keepdim=True)
         query = self._centred_query
-        mean = f.p @ query
-        # (a) log p_ij is concave in the scores, so it grows at most by its linear part: w = e_j - p_i.
-        eye = torch.eye(f.p.shape[-1], dtype=torch.float64, device=masked.device)
-        w_own = -(f.p.diagonal(0, -2, -1).unsqueeze(-1) - eye)
-        w_norm2 = f.p.square().sum(-1, keepdim=True) - f.p * 2.0 + 1.0
-        turn = f.key @ query.mT - (f.key * mean).sum(-1, keepdim=True)
-        slope = root(_distances2(mean, query) + turn * w_own * 2.0 + w_norm2 * alpha2)
-        bend = (w_own.abs() + root(w_norm2)) * norm_A * 0.5
+        products = query @ query.mT
+        # (a) log p_ij is concave in the scores, so it grows at most by its linear part.
+        slope, bend = log_growth(f.p, products, f.key @ query.mT, alpha2, norm_A)
         q = a.number((log_p + slope * r + bend * (r * r)).clamp(max=0.0).exp())
         # (b) every other score gains at most this much on score j; says nothing where p underflows.
-        apart = root(_distances2(query, query))
+        lengths = products.diagonal(0, -2, -1).unsqueeze(-1)
+        apart = root(lengths + lengths.mT - products * 2.0)
         gain = root(alpha2) * r * ROOT2 + norm_A * (r * r) * _CURVED
         rest = f.p @ (-(apart * r)).exp() - f.p
         ratio = a.number(f.p / (f.p + (-gain).exp() * rest))
@@ -242,6 +238,31 @@ def _covered_norm(a: Arithmetic[Array], w: Tensor) -> Array:
     top = torch.cat([w, torch.zeros_like(w[..., :1])], -1).topk(2, -1).values
     first, second, total = a.lift(top[..., 0]), a.lift(top[..., 1]), a.lift(w).sum(-1)
     return (first * (total - first + second) / total).masked_fill(top[..., 0] <= 0, 0.0).minimum(first)
+
+
+def log_growth(p: Array, products: Array, turns: Array, alpha2: Array, norm_A: Array) -> tuple[Array, Array]:
+    """ℓ_ij and κ_ij of Lemma 3 (a): log p_ij grows by at most r ℓ_ij + r² κ_ij on the ball of radius r.
+
+    Args:
+        p: (…, h, n, n) the probabilities.
+        products: (…, h, n, n) A_l x_j · A_l x_k, up to a constant that is taken off every A_l x_j.
+        turns: (…, h, n, n) a_li · A_l x_j, likewise.
+        alpha2: (…, h, n, 1) ‖a_li‖².
+        norm_A: (h, 1, 1) ‖A_l‖.
+    """
+    eye = torch.eye(p.shape[-1], dtype=torch.float64, device=p.device)
+    w_own = -(p.diagonal(0, -2, -1).unsqueeze(-1) - eye)  # w = e_j - p_i, at i
+    w_norm2 = p.square().sum(-1, keepdim=True) - p * 2.0 + 1.0
+    turn = turns - (p * turns).sum(-1, keepdim=True)
+    slope = root(distances_from_means(p, products) + turn * w_own * 2.0 + w_norm2 * alpha2)
+    return slope, (w_own.abs() + root(w_norm2)) * norm_A * 0.5
+
+
+def distances_from_means(p: Array, products: Array) -> Array:
+    """(…, n, n) ‖z_j - Σ_k p_ik z_k‖² for rows z with the given products z_j · z_k; p may be weights of any sum."""
+    mixed = p @ products
+    lengths = products.diagonal(0, -2, -1).unsqueeze(-2)
+    return (mixed * p).sum(-1, keepdim=True) - mixed * 2.0 + lengths
 
 
 def _side_by_side(matrices: Array) -> Array:

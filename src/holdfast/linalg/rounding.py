@@ -200,7 +200,9 @@ class Ball:
         k = self.shape[-1]
         a, b = self.mid.abs(), other.mid.abs()
         # γ b may underflow where a is large; the floor pays for it.
-        rad = a @ (other.rad + (gamma(k) * b + FLOOR)) + self.rad @ (b + other.rad)
+        rad = a @ (other.rad + (gamma(k) * b + FLOOR))
+        if bool(self.rad.any()):  # products of exact numbers are common, and a third product costs as much as they do
+            rad = rad + self.rad @ (b + other.rad)
         mid = self.mid @ other.mid
         return Ball(mid, _known(mid, _grow(rad, k)))
 

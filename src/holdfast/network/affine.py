@@ -39,4 +39,4 @@ class Affine(LinearPiece):
         return c @ weight(self.w.mT, u)
 
     def norm(self, a: Arithmetic[Array]) -> Array:
-        return a.matrix_norm(a.lift(self.w))
+        return a.of_weights("norm", [self.w], lambda: a.matrix_norm(a.lift(self.w)))

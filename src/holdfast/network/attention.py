@@ -18,7 +18,7 @@ from holdfast.network.attention_derivatives import AttentionPass
 from holdfast.network.base import SmoothPiece
 
 #: The bounds whose minimum `reach` takes: all that hold for radii of each input, but those that another one improves.
-_METHODS = ("lofast", "lofast-xi", "plus", "cov", "second-order", "mixed", "yudin-ball")
+_METHODS = ("lofast", "lofast-xi", "plus", "cov", "second-order", "mixed", "rows", "yudin-ball")
 
 
 @final

@@ -28,7 +28,7 @@ from holdfast.linalg.rounding import UNIT, as_ball, frobenius_upper
 from holdfast.network.base import LinearPiece, Piece
 from holdfast.network.curves import outward
 from holdfast.network.network import Network, Residual
-from holdfast.network.site import Site
+from holdfast.network.site import LARGE, Site
 from holdfast.results import Guarantee
 
 _CHUNK = 2**22  # numbers that are pushed through a piece together
@@ -123,6 +123,7 @@ class Centre:
         x: (b, n, d) the inputs; float32 or float64, taken as exact.
         guarantee: "proved", or "numerical" for plain float64 and iterated norms.
         memory_limit: bytes that one dense Jacobian, or one proved norm, may hold.
+        like: a centre whose network may differ in its first piece alone; what they share is computed once.
 
     Attributes:
         a: the arithmetic of what concerns no single piece; compositions keep there what they share.
@@ -134,15 +135,23 @@ class Centre:
     """
 
     def __init__(
-        self, network: Network, x: Tensor, *, guarantee: Guarantee = "proved", memory_limit: float = 4 * GIB
+        self,
+        network: Network,
+        x: Tensor,
+        *,
+        guarantee: Guarantee = "proved",
+        memory_limit: float = 4 * GIB,
+        like: Centre | None = None,
     ) -> None:
         if x.ndim != 3 or not x.is_floating_point():
             raise InputError(f"inputs have shape {tuple(x.shape)} and dtype {x.dtype}; expected floats (b, n, d)")
         self.network, self.x, self.guarantee, self._memory_limit = network, x.detach().double(), guarantee, memory_limit
-        self.a = self.arithmetic()
+        self.a, self.like = self.arithmetic(), like
         with torch.no_grad():
-            self._walk_blindly()
-            if self.proved and not bool((self._hidden <= _TRACE * self.margins).all()):
+            blind = not self.proved or self.x.shape[-2] * self.x.shape[-1] <= LARGE
+            if blind:
+                self._walk_blindly()
+            if self.proved and not (blind and bool((self._hidden <= _TRACE * self.margins).all())):
                 self._walk_by_gains()
 
     @property
@@ -170,7 +179,7 @@ class Centre:
         return Proved(self._memory_limit) if self.proved else Numerical()
 
     def _walk_blindly(self) -> None:
-        """Through all stages in balls."""
+        """Through all stages in balls: hardly ever enough for large inputs."""
         u, stages = Ball.exact(self.x), []
         for stage in self.network.stages:
             v, sites = u, []
@@ -200,12 +209,13 @@ class Centre:
         """U + v, where e bounds the error of v and `local` what it would be with r = 0."""
         out, astray = Ball.exact(u) + v, r + e
         # The identity and the branch may cancel; worth a dense Jacobian only where the error is not yet negligible.
-        if stage.smooth and not bool((astray <= _NEGLIGIBLE * _length(out.mid)).all()):
+        affordable = stage.smooth and not any(site.large for site in stage.sites)
+        if affordable and not bool((astray <= _NEGLIGIBLE * _length(out.mid)).all()):
             astray = torch.minimum(astray, stage.gain(r.unsqueeze(-1)).squeeze(-1) * r + local)
         return out.mid, outward(astray + _length(out.rad))
 
     def _site(self, piece: Piece, u: Tensor, r: Tensor) -> Site:
-        return Site(piece, u, r, self.first_order_radius, self.arithmetic())
+        return Site(piece, u, r, lambda: self.first_order_radius, self.arithmetic())
 
     def _stage(self, sites: Sequence[Site], stage: Piece | Residual) -> Stage:
         return Stage(sites, isinstance(stage, Residual), self.arithmetic(), self._memory_limit)
@@ -235,6 +245,12 @@ class Centre:
     def norm(self, tangents: Enclosed) -> Float64[Tensor, "b 1"]:
         """A bound of the norm of each input's matrix, whose rows are the tangents."""
         return matrix_norm(self.a, tangents)
+
+    @property
+    def head_radius(self) -> Float64[Tensor, " b"]:
+        """An estimate, at which a search begins: the first-order radius of a network with slope 1 before its head."""
+        least = (self.margins / lengths(self.pairs).squeeze(-1)).amin(-1)
+        return torch.where(torch.isfinite(least) & (least > 0), least, 1.0)
 
     @cached_property
     def first_order_radius(self) -> Float64[Tensor, " b"]:

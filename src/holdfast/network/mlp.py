@@ -228,4 +228,6 @@ class KinkedMlp(_Perceptron):
             raise InputError(f"activation {activation.name!r} is smooth; relu or abs is expected: use Mlp")
 
     def reach(self, a: Arithmetic[Array], u: Tensor, rho: Array) -> Array:
+        if self.limit < math.inf:
+            return rho * self.limit  # the steepest token of such a layer hardly stays below it, and costs norms to find
         return self._secants(a, u, rho, shared=False).on_ball.amax(-1) * rho

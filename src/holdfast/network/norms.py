@@ -151,7 +151,7 @@ class Normalisation(SmoothPiece):
     def _slope(self, a: Arithmetic[Array], p: _Parts[Array]) -> Array:
         """(…, n) ‖Df(u)‖ of every token; wide ones: a bound of it."""
         d, s = p.N.shape[-1], p.s.squeeze(-1)
-        if d > _EXACT_WIDTH:
+        if d > _EXACT_WIDTH or len(self.gamma) == 1 < d:  # of one γ, γ/s is the norm itself
             return _largest(p) / s
         P = self.centred(lift(torch.eye(d, dtype=torch.float64), p.N))
         return a.matrix_norm(p.gamma * (P - p.N.unsqueeze(-1) * p.N.unsqueeze(-2) / p.m)) / s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, final
 
 import torch
@@ -19,6 +19,9 @@ from holdfast.network.attention import Attention
 from holdfast.network.base import LinearPiece, Piece, SmoothPiece
 from holdfast.network.curves import BEYOND, ZERO, Curve, Grid, outward
 
+#: At more numbers than this the norm of a Jacobian costs too much, and `rows` moves attention without one.
+LARGE = 2048
+
 
 @final
 class Site:
@@ -31,7 +34,7 @@ class Site:
         piece: f.
         u: (b, n, d) ũ.
         r: (b) r >= ‖u - ũ‖_F.
-        scale: (b) a radius of interest, on which the grid of radii is built.
+        scale: gives (b) a radius of interest, on which the grid of radii is built; called where it is needed.
         a: the arithmetic; it serves this site alone.
     """
 
@@ -40,25 +43,40 @@ class Site:
         piece: Piece,
         u: Float64[Tensor, "b n d"],
         r: Float64[Tensor, " b"],
-        scale: Float64[Tensor, " b"],
+        scale: Callable[[], Float64[Tensor, " b"]],
         a: Arithmetic[Any],
     ) -> None:
-        self.piece, self.u, self.r, self.a = piece, u, r, a
+        self.piece, self.u, self.r, self._scale, self.a = piece, u, r, scale, a
         # Attention's own bounds cost many norms: they are asked for only where the derivatives at u say little.
         self._patience = 0.25 if isinstance(piece, Attention) else -1.0
         # Nothing is to be hoped for on balls larger than their centre, and much would be computed in vain.
         free = isinstance(piece, LinearPiece) or not isinstance(piece, SmoothPiece)
         self._limit = torch.full_like(r, sys.float_info.max) if free else 1 + frobenius_upper(u)
-        grid = Grid(scale, self._limit)
-        self._grid = grid
-        self._reach = Curve(grid, self._own_reach)
-        if isinstance(piece, SmoothPiece):
-            self._gain = Curve(grid, self._around(piece.gain))
-            self._curvature = Curve(grid, self._around(piece.curvature))
+
+    @cached_property
+    def _grid(self) -> Grid:
+        return Grid(self._scale(), self._limit)
+
+    @cached_property
+    def _reach(self) -> Curve:
+        return Curve(self._grid, self._own_reach)
+
+    @cached_property
+    def _gain(self) -> Curve:
+        return Curve(self._grid, self._around(self.smooth_piece.gain))
+
+    @cached_property
+    def _curvature(self) -> Curve:
+        return Curve(self._grid, self._around(self.smooth_piece.curvature))
 
     @property
     def smooth(self) -> bool:
         return isinstance(self.piece, SmoothPiece)
+
+    @property
+    def large(self) -> bool:
+        """Whether so many numbers enter that the norm of a Jacobian costs too much."""
+        return self.u.shape[-2] * self.u.shape[-1] > LARGE
 
     @property
     def smooth_piece(self) -> SmoothPiece:
@@ -102,9 +120,11 @@ class Site:
         """A bound of ‖f(w) - f(ũ)‖ for ‖w - ũ‖ <= r, where r is at most the distance that the site allows for."""
         if not bool((r > 0).any()):
             return r
-        if self.smooth:
+        # So near to ũ the exact slope has little to add: it is worth its norm for few numbers only.
+        if self.smooth and self.u.shape[-2:].numel() < LARGE and not isinstance(self.piece, LinearPiece):
             return self.gain_here * r
-        return self.a.number(self.piece.reach(self.a, self.u, self.a.lift(r.unsqueeze(-1)))).squeeze(-1)
+        reach = self._reach_by("rows")
+        return self.a.number(reach(self.a, self.u, self.a.lift(r.unsqueeze(-1)))).squeeze(-1)
 
     @property
     def _here(self) -> Tensor:
@@ -139,14 +159,22 @@ class Site:
 
         return evaluate
 
-    def own_reach(self, rho: Float64[Tensor, "b e"]) -> Float64[Tensor, "b e"]:
-        """The piece's own bound of ‖f(u + δ) - f(u)‖, at these very radii: for a few of them it costs less."""
-        known = rho <= self._limit.unsqueeze(-1)
-        return torch.where(known, self._own_reach(torch.where(known, rho, 0.0)), torch.inf)
+    def own_reach(self, rho: Float64[Tensor, "b e"], method: str = "best") -> Float64[Tensor, "b e"]:
+        """The piece's own bound of ‖f(u + δ) - f(u)‖, at these very radii: for a few of them it costs less.
 
-    def _own_reach(self, rho: Float64[Tensor, "b e"]) -> Float64[Tensor, "b e"]:
+        Args:
+            rho: the radii.
+            method: the bound by which attention moves.
+        """
+        known = rho <= self._limit.unsqueeze(-1)
+        return torch.where(known, self._own_reach(torch.where(known, rho, 0.0), method), torch.inf)
+
+    def _own_reach(self, rho: Float64[Tensor, "b e"], method: str = "best") -> Float64[Tensor, "b e"]:
         """‖f(u + δ) - f(u)‖ <= ‖f(u + δ) - f(ũ)‖ + ‖f(ũ) - f(u)‖."""
-        moved = self._around(self.piece.reach)
+        moved = self._around(self._reach_by(method))
         if not bool((self.r > 0).any()):
             return moved(rho)
         return outward(moved(rho) + moved(torch.zeros_like(rho[..., :1])))
+
+    def _reach_by(self, method: str) -> Callable[[Arithmetic[Any], Tensor, Any], Any]:
+        return partial(self.piece.reach, method=method) if isinstance(self.piece, Attention) else self.piece.reach

@@ -4,6 +4,7 @@
 # isort: off
 from holdfast.network.compositions.base import Composition, Radii, compositions, register_composition
 from holdfast.network.compositions.lofast import LofastComposition
+from holdfast.network.compositions.gains import Gains
 from holdfast.network.compositions.layerwise import Layerwise
 from holdfast.network.compositions.end_to_end import EndToEnd
 from holdfast.network.compositions.margin_gradient import MarginGradient
@@ -17,6 +18,7 @@ __all__ = [
     "Certified",
     "Composition",
     "EndToEnd",
+    "Gains",
     "Layerwise",
     "LofastComposition",
     "MarginGradient",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from holdfast.errors import HoldfastError, NotApplicableError
-from holdfast.network.centre import Centre
+from holdfast.network.centre import Centre, Stage, lengths, pulled
 from holdfast.network.curves import outward
 from holdfast.network.network import Network
+from holdfast.network.site import Site
 from holdfast.registry import Registry
 
 PRECISION = 1e-3  # of a radius, relative
@@ -25,6 +27,9 @@ _SMALLEST, _LARGEST = 1e-12, 1e6  # of a radius, as multiples of the first-order
 
 #: Lower bounds (b) of the smallest margin over balls of radius eps (b).
 Curve = Callable[[Float64[Tensor, " b"]], Float64[Tensor, " b"]]
+
+#: Bounds (b, e) of how far an output moves, for movements (b, e) of the input.
+Reach = Callable[[Float64[Tensor, "b e"]], Float64[Tensor, "b e"]]
 
 
 @dataclass(frozen=True)
@@ -45,12 +50,19 @@ class Radii:
 
 
 class Method(ABC):
-    """What every registered composition says of itself, and that it proves radii."""
+    """What every registered composition says of itself, and that it proves radii.
+
+    Attributes:
+        for_large: whether it does without norms of maps on all tokens, which cost too much for many numbers.
+        most_inputs: the most numbers that may move.
+    """
 
     name: ClassVar[str]
     cost: ClassVar[str]
     reference: ClassVar[str]
     assumptions: ClassVar[str] = "none"
+    for_large: ClassVar[bool] = False
+    most_inputs: ClassVar[float] = math.inf
 
     @abstractmethod
     def refusal(self, network: Network) -> str | None:
@@ -79,10 +91,12 @@ class Composition(Method):
     Attributes:
         one_by_one: whether a CPU is better off with one input at a time, for the sake of its memory.
         needs_no_guess: whether the curve is the same for both guarantees; it is then searched as it is.
+        needs_no_slope: whether the search begins without the network's gradient, which costs more than a few radii.
     """
 
     one_by_one: ClassVar[bool] = False
     needs_no_guess: ClassVar[bool] = False
+    needs_no_slope: ClassVar[bool] = False
 
     @abstractmethod
     def _curve(self, centre: Centre) -> Curve:
@@ -113,7 +127,7 @@ class Composition(Method):
     def __call__(self, centre: Centre, beyond: Float64[Tensor, " b"] | None = None) -> Radii:
         """The largest radii with a positive margin, found to a relative precision of 1e-3."""
         self._check(centre.network)
-        first = centre.first_order_radius
+        first = centre.head_radius if self.needs_no_slope else centre.first_order_radius
         known = torch.zeros_like(first) if beyond is None else beyond
         if self.one_by_one and len(first) > 1 and first.device.type == "cpu" and centre.separable:
             return _joined([self(one, least) for one, least in zip(centre.alone(), torch.split(known, 1), strict=True)])
@@ -138,6 +152,27 @@ def _joined(parts: Sequence[Radii]) -> Radii:
         tuple(name for part in parts for name in part.methods),
         tuple(dict.fromkeys(note for part in parts for note in part.notes)),
     )
+
+
+def stage_reach(stage: Stage, of: Callable[[Site], Reach]) -> Reach:
+    """How far a stage moves, when each of its sites moves as the given function says."""
+    reaches = [of(site) for site in stage.sites]
+
+    def reach(rho: Tensor) -> Tensor:
+        moved = rho
+        for step in reaches:
+            moved = step(moved)
+        return outward(rho + moved) if stage.skip else moved
+
+    return reach
+
+
+def linear_end(centre: Centre, most: float = math.inf) -> tuple[list[Stage], Float64[Tensor, "b classes"]]:
+    """The stages before the linear ones at the end, and ‖T_jᵀ‖; stages with more numbers than `most` stay."""
+    stages, adjoint = list(centre.stages), centre.pairs
+    while stages and stages[-1].linear and stages[-1].sites[0].u[0].numel() <= most:
+        adjoint = pulled(stages.pop().sites[0], adjoint)
+    return stages, lengths(adjoint).squeeze(-1)
 
 
 def smallest_margin(centre: Centre, lost: Float64[Tensor, "b classes"]) -> Float64[Tensor, " b"]:

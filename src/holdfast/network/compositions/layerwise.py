@@ -6,8 +6,14 @@ from typing import final
 
 from torch import Tensor
 
-from holdfast.network.centre import Centre, lengths, pulled
-from holdfast.network.compositions.base import Composition, Curve, register_composition, smallest_margin
+from holdfast.network.centre import Centre
+from holdfast.network.compositions.base import (
+    Composition,
+    Curve,
+    linear_end,
+    register_composition,
+    smallest_margin,
+)
 from holdfast.network.network import Network
 
 
@@ -27,10 +33,7 @@ class Layerwise(Composition):
         return None
 
     def _curve(self, centre: Centre) -> Curve:
-        stages, adjoint = list(centre.stages), centre.pairs
-        while stages and stages[-1].linear:
-            adjoint = pulled(stages.pop().sites[0], adjoint)
-        slopes = lengths(adjoint).squeeze(-1)
+        stages, slopes = linear_end(centre)
 
         def margins(eps: Tensor) -> Tensor:
             delta = eps.unsqueeze(-1)

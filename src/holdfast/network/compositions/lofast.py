@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import final
 
 from torch import Tensor
 
 from holdfast.bounds import bounds
 from holdfast.network.attention import Attention
-from holdfast.network.centre import Centre, Stage
-from holdfast.network.compositions.base import Composition, Curve, register_composition, smallest_margin
+from holdfast.network.centre import Centre
+from holdfast.network.compositions.base import (
+    Composition,
+    Curve,
+    Reach,
+    register_composition,
+    smallest_margin,
+    stage_reach,
+)
 from holdfast.network.curves import outward
 from holdfast.network.network import Network
 from holdfast.network.site import Site
 
 _ROOT2 = math.sqrt(2.0) * (1 + 2**-50)
-
-Reach = Callable[[Tensor], Tensor]
 
 
 @final
@@ -39,7 +43,7 @@ class LofastComposition(Composition):
         return next((why for layer in layers if (why := bounds["lofast"].refusal(layer)) is not None), None)
 
     def _curve(self, centre: Centre) -> Curve:
-        stages = [_stage_reach(stage) for stage in centre.stages]
+        stages = [stage_reach(stage, _site_reach) for stage in centre.stages]
         a = centre.a
         head = a.number(a.matrix_norm(a.lift(centre.network.head.weight)))
 
@@ -52,21 +56,10 @@ class LofastComposition(Composition):
         return margins
 
 
-def _stage_reach(stage: Stage) -> Reach:
-    reaches = [_attention_reach(site) if isinstance(site.piece, Attention) else site.own_reach for site in stage.sites]
-
-    def reach(rho: Tensor) -> Tensor:
-        moved = rho
-        for step in reaches:
-            moved = step(moved)
-        return outward(rho + moved) if stage.skip else moved
-
-    return reach
-
-
-def _attention_reach(site: Site) -> Reach:
+def _site_reach(site: Site) -> Reach:
     """Theorem 1 as the polynomial that it is, with its norms computed once; ũ stands within r of the exact input."""
-    assert isinstance(site.piece, Attention)
+    if not isinstance(site.piece, Attention):
+        return site.own_reach
     terms = bounds["lofast"](site.piece.layer, site.u, 1.0, guarantee=site.a.guarantee).terms
     zeta, heads = terms["zeta"], [terms[name] for name in ("norm_M", "norm_A", "norm_XC", "norm_C")]
     M, A, XC, C = (term.expand(*zeta.shape, -1).unsqueeze(-1) for term in heads)

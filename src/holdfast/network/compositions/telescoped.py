@@ -30,7 +30,8 @@ class Telescoped(Composition):
     cost = "p²/2 passes for p input numbers, one Jacobian for every piece; each radius is cheap after that"
     reference = "docs/math/telescoped.md"
     assumptions = "smooth pieces, at most 160 numbers that may move"
-    one_by_one = needs_no_guess = True
+    for_large = one_by_one = needs_no_guess = True
+    most_inputs = _LARGEST_INPUT
 
     def refusal(self, network: Network) -> str | None:
         return expansion.refusal(network)
@@ -42,7 +43,7 @@ class Telescoped(Composition):
                 f"telescoped needs third derivatives along {p} numbers and takes at most {_LARGEST_INPUT}; "
                 "perturb a part of the input, or use margin-gradient"
             )
-        at = Expansion(centre.network, centre.x)
+        at = _expansion(centre)
         cubic = Cubic(at.gradient, at.hessian, at.twist)
         own = torch.nn.functional.one_hot(at.prediction, at.margins.shape[-1]).bool()
 
@@ -53,3 +54,8 @@ class Telescoped(Composition):
             return left.masked_fill(own, torch.inf).amin(-1)
 
         return margins
+
+
+def _expansion(centre: Centre) -> Expansion:
+    like = None if centre.like is None else _expansion(centre.like)
+    return centre.a.once("expansion", lambda: Expansion(centre.network, centre.x, like))

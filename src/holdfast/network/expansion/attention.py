@@ -20,12 +20,12 @@ from torch import Tensor
 from holdfast.attention.layer import join_heads, merge_heads, project, split_heads
 from holdfast.linalg import Ball
 from holdfast.linalg.rounding import frobenius_upper
+from holdfast.linalg.squarings import thin_gram_norm
 from holdfast.network.attention import Attention
 from holdfast.network.expansion import forms
 from holdfast.network.expansion.directions import Directions
 from holdfast.network.expansion.graded import Graded, smaller
 from holdfast.network.expansion.local import Local
-from holdfast.network.expansion.norms import thin_gram_norm
 
 _PAIRS = 512  # pairs of directions that are looked at together
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from holdfast.errors import NotApplicableError
 from holdfast.linalg import Ball
 from holdfast.linalg.rounding import UNIT, frobenius_upper, gamma
+from holdfast.linalg.squarings import gram_norm
 from holdfast.network.attention import Attention
 from holdfast.network.base import LinearPiece, Piece
 from holdfast.network.expansion import forms
@@ -23,7 +24,6 @@ from holdfast.network.expansion.attention import LocalAttention
 from holdfast.network.expansion.directions import Directions
 from holdfast.network.expansion.local import Local
 from holdfast.network.expansion.normalisation import LocalNormalisation
-from holdfast.network.expansion.norms import gram_norm
 from holdfast.network.expansion.perceptron import LocalPerceptron
 from holdfast.network.mlp import Mlp
 from holdfast.network.network import Network, Residual
@@ -84,6 +84,8 @@ class Expansion:
     Args:
         network: the classifier.
         x: (b, n, d) float64.
+        like: an expansion that may differ in its first, linear piece alone, such as another word of the same sentence;
+            what does not depend on that piece is taken from it. Any other expansion is of no use, and does no harm.
 
     Attributes:
         prediction: (b) the class y.
@@ -93,7 +95,7 @@ class Expansion:
         twist: (b, classes, p, p, p) third derivatives.
     """
 
-    def __init__(self, network: Network, x: Float64[Tensor, "b n d"]) -> None:
+    def __init__(self, network: Network, x: Float64[Tensor, "b n d"], like: Expansion | None = None) -> None:
         reason = refusal(network)
         if reason is not None:
             raise NotApplicableError(f"{network.name} cannot be expanded: {reason}")
@@ -102,8 +104,14 @@ class Expansion:
         self._head = network.head
         self._walk_values(network)
         slopes = self._walk_first()
-        adjoints = self._walk_back()
-        self._walk_second(slopes, adjoints)
+        self._passages: list[dict[int, Passage]] = [{} for _ in self.spots]
+        self._ends: dict[int, Passage] = {}
+        self._adjoints: list[Tensor] = []
+        if like is not None and self._stands_like(like):
+            self._passages, self._ends, self._adjoints = like._passages, like._ends, like._adjoints
+        else:
+            self._walk_back()
+        self._walk_second(slopes)
 
     # -- values, and the local error of each
 
@@ -151,13 +159,13 @@ class Expansion:
         self.gradient = torch.einsum("bjc,tbc->bjt", self._rows, J.squeeze(-2))
         return J
 
-    def _walk_second(self, J: Tensor, adjoints: list[Tensor]) -> None:
+    def _walk_second(self, J: Tensor) -> None:
         """Jets along pairs, and the twists that they make with the adjoints; a piece forgets its own after that."""
         b, classes, p = self.gradient.shape
-        self._adjoints, self._twists = adjoints, self.x.new_zeros(classes, b, p, len(self.directions.first))
+        self._twists = self.x.new_zeros(classes, b, p, len(self.directions.first))
         H = self._jets_at_features(None, 2)
         self.twist = self.directions.symmetric(self._twists).movedim(0, 1)
-        del self._adjoints, self._twists
+        del self._twists
         pairs = torch.einsum("bjc,tbc->bjt", self._rows, H.squeeze(-2))
         self.hessian = pairs[..., self.directions.place]
         for spot in self.spots:
@@ -192,12 +200,20 @@ class Expansion:
 
     # -- Jacobians in between
 
-    def _walk_back(self) -> list[Tensor]:
+    def _stands_like(self, other: Expansion) -> bool:
+        """Whether the Jacobians in between are those of the other one: they begin behind the first piece."""
+        (first, *rest), (others_first, *others) = self.spots, other.spots
+        plain = all(spot.curved is None and not spot.forks for spot in (first, others_first))
+        steps = ([(spot.piece, spot.forks, spot.joins) for spot in spots] for spots in (rest, others))
+        if not plain or next(steps) != next(steps):
+            return False
+        values = ([*(spot.u for spot in at.spots[1:]), at.features, at._rows] for at in (self, other))
+        return all(torch.equal(one, two) for one, two in zip(*values, strict=True))
+
+    def _walk_back(self) -> None:
         """All passages, from the last source to the first, so that errors of later ones are known; the adjoints."""
-        self._passages: list[dict[int, Passage]] = [{} for _ in self.spots]
-        self._ends: dict[int, Passage] = {}
         adjoints = [self._passage(source) for source in reversed(range(len(self.spots)))]
-        return adjoints[::-1]
+        self._adjoints = adjoints[::-1]
 
     def _passage(self, source: int) -> Tensor:
         """Measures the Jacobians from the output of a spot to all later ones, and gives the margins' adjoints there."""

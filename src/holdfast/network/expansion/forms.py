@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from holdfast.network.expansion.norms import gram_norm
+from holdfast.linalg.squarings import gram_norm
 
 _ROUNDING = 2.0**-32  # relative to the trace: pays for sums of up to 2²⁰ products
 _LEAST = 1e-200

@@ -24,9 +24,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from holdfast.linalg.squarings import thin_gram_norm
 from holdfast.network.expansion import forms
 from holdfast.network.expansion.directions import Directions
-from holdfast.network.expansion.norms import thin_gram_norm
 
 GAMMA = 2.0**-40  # of N = 2¹², twice
 _COEFFICIENTS = 16.0

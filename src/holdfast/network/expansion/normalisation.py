@@ -13,11 +13,11 @@ from torch import Tensor
 
 from holdfast.linalg import Ball
 from holdfast.linalg.rounding import frobenius_upper
+from holdfast.linalg.squarings import thin_gram_norm
 from holdfast.network.expansion import forms
 from holdfast.network.expansion.directions import Directions
 from holdfast.network.expansion.graded import Graded
 from holdfast.network.expansion.local import Local
-from holdfast.network.expansion.norms import thin_gram_norm
 from holdfast.network.norms import Normalisation
 
 _BENT = math.sqrt(4 / 3) * (1 + 1e-15)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from holdfast.linalg import Ball
 from holdfast.linalg.rounding import down, frobenius_upper, up
+from holdfast.linalg.squarings import gram_norm, thin_gram_norm
 from holdfast.network.expansion import forms
 from holdfast.network.expansion.directions import Directions
 from holdfast.network.expansion.graded import Graded
 from holdfast.network.expansion.local import Local
-from holdfast.network.expansion.norms import gram_norm, thin_gram_norm
 from holdfast.network.mlp import Mlp
 
 

@@ -1,0 +1,338 @@
+r"""A closed form for layers of any size: covariances of every row and head, and nothing of size nd x nd.
+
+F(X') - F(X) = HΓ + [P_l Γ W_l^V]_l W^O + [(P_l' - P_l) X' W_l^V]_l W^O (docs/math/second-order.md, Theorem 8). What
+depends on X alone is computed once, in the arithmetic; from there on everything is a tensor of numbers that are not
+negative, and every formula is rounded up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Generic, final
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from holdfast.attention import AttentionLayer
+from holdfast.attention.layer import join_heads, project
+from holdfast.bounds.arithmetic import Arithmetic
+from holdfast.bounds.base import Bound, Evaluation, register_bound
+from holdfast.bounds.over_ball import distances_from_means, log_growth
+from holdfast.linalg import Array, Ball
+from holdfast.linalg.rounding import UNIT, as_ball, gamma
+from holdfast.linalg.squarings import gram_norm
+
+_SQUARINGS, _TOLERANCE = 5, 0.01  # of the norms of small matrices; five leave 3 % where 48 eigenvalues are equal
+_STEPS = 12  # of the iteration that proposes weights for ‖P_l‖
+_BLOCK = {"cpu": 2**18, "cuda": 2**27}  # numbers that small matrices take at a time: the cache of a CPU is small
+_LEAST_LOG = -690.0  # exp of it is a normal number
+_SOME = 1e-4  # a key with less than this share in a row counts by its length alone
+
+
+@final
+@register_bound
+class Rows(Bound):
+    """Every row of every head by its own covariances; rows and heads are joined by norms of the weights.
+
+    δ/ε = |H| + ‖W^O‖ (max ‖P_l‖ ‖W^V‖ + max Ω_li κ_li ‖W^Q‖ + max Λ_lj ‖W^K‖ + ε max Ω_li √λ_li ‖W_l^Q‖ ‖W^K‖)
+
+    Ω_li², κ_li² are the largest eigenvalues of the covariances of values and keys on the ball, and Λ_lj² is that of
+    Σ_i Ω_li² d_lij q_li q_liᵀ, where diag(d_li) covers the Jacobian of softmax.
+    """
+
+    name = "rows"
+    score_terms = ("bias",)
+    cost = "3hn norms of size k x k, and O(hn²) for every eps"
+    reference: ClassVar[str] = "holdfast"
+
+    def _refusal(self, layer: AttentionLayer) -> str | None:
+        return None
+
+    def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
+        here = a.once("rows", lambda: _at(a, layer, x))
+        terms = here.terms(a.number(eps))
+        value = _up(torch.stack(list(terms.values())).sum(0) * a.number(eps))
+        return Evaluation(a.lift(value), {name: a.lift(term) for name, term in terms.items()})
+
+
+# -- the weights
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """Maps W_1 … W_h, each taken as t_l (W_l/t_l), so that heads of unequal size can be joined by one norm.
+
+    Attributes:
+        each: (h) ‖W_l‖.
+        factors: (2, h) two choices of t: 1, and ‖W_l‖.
+        norm: (2) ‖[W_1/t_1, …, W_h/t_h]‖.
+    """
+
+    each: Float64[Tensor, " h"]
+    factors: Float64[Tensor, "2 h"]
+    norm: Float64[Tensor, " 2"]
+
+
+@dataclass(frozen=True)
+class _Maps(Generic[Array]):
+    """What the bound needs of the weights; the scale is that of the query maps.
+
+    Attributes:
+        query: of W_l^Q, and likewise key, value, output.
+        key: see query.
+        value: see query.
+        output: see query.
+        queries: (h, k, k) W^Qᵀ W^Q.
+        keys: (h, k, k) W^Kᵀ W^K.
+        crossed: (h, k, k) W^Kᵀ W^Q.
+        scores: (h, 1, 1) ‖W_l^Q W_l^Kᵀ‖.
+    """
+
+    query: _Joined
+    key: _Joined
+    value: _Joined
+    output: _Joined
+    queries: Array
+    keys: Array
+    crossed: Array
+    scores: Array
+
+
+def _maps(a: Arithmetic[Array], layer: AttentionLayer) -> _Maps[Array]:
+    w = layer.weights(a.lift(layer.w_q.new_zeros(())))
+    w_q, w_k = w.w_q * layer.scale, w.w_k
+    return _Maps(
+        query=_joined(a, w_q),
+        key=_joined(a, w_k),
+        value=_joined(a, w.w_v),
+        output=_joined(a, w.w_o.mT),
+        queries=w_q.mT @ w_q,
+        keys=w_k.mT @ w_k,
+        crossed=w_k.mT @ w_q,
+        scores=a.matrix_norm(a.product(w_q, w_k)).unsqueeze(-1).unsqueeze(-1),
+    )
+
+
+def _joined(a: Arithmetic[Array], maps: Array) -> _Joined:
+    each = a.number(a.matrix_norm(maps))
+    own = torch.where(each > 1e-150, each, 1.0)
+    norms = [a.number(a.matrix_norm(join_heads(each))) for each in (maps, maps / own[:, None, None])]
+    return _Joined(each, torch.stack([torch.ones_like(own), own]), torch.stack(norms))
+
+
+def _over_heads(values: Float64[Tensor, "*b h"], left: _Joined, right: _Joined) -> Float64[Tensor, "*b"]:
+    """A bound of the norm of heads x_l with ‖x_l‖ <= values_l ‖g W_l‖, joined by two maps, for unit g."""
+    largest = (values.unsqueeze(-2) * (left.factors * right.factors)).amax(-1)
+    return (largest * (left.norm * right.norm)).amin(-1)
+
+
+# -- the layer at x
+
+
+@final
+@dataclass(frozen=True)
+class _Here:
+    """A layer at X: what its bound on every ball around X is made of. All but `p` are upper bounds.
+
+    Attributes:
+        maps: of the weights.
+        fixed: (b…) |H| + ‖W^O‖ ‖W^V‖ max_l ‖P_l‖.
+        p: (b…, h, n, n) the probabilities in plain float64: weights at which the norms below are taken.
+        log_p: (b…, h, n, n) their logarithms.
+        slope: (b…, h, n, n) ℓ of Lemma 3.
+        bend: (b…, h, n, n) κ of Lemma 3.
+        masked: (b…, 1, n, n) pairs that no head attends to, or None.
+        value_top: (b…, h, n) λ_max(Σ_j p_lij (v_lj - c_li)(v_lj - c_li)ᵀ).
+        key_top: (b…, h, n) the same of the keys.
+        value_far: (b…, h, n, n) ‖v_lj - c_li‖², 0 where masked.
+        key_far: (b…, h, n, n) the same of the keys.
+        drawn: (b…, h, n, n) Ω_li² d_lij at X, (j, i).
+        drawn_top: (b…, h, n) λ_max(Σ_i drawn_lji q_li q_liᵀ).
+        query_length: (b…, h, 1, n) ‖q_li‖².
+    """
+
+    maps: _Maps[Tensor] | _Maps[Ball]
+    fixed: Tensor
+    p: Tensor
+    log_p: Tensor
+    slope: Tensor
+    bend: Tensor
+    masked: Tensor | None
+    value_top: Tensor
+    key_top: Tensor
+    value_far: Tensor
+    key_far: Tensor
+    drawn: Tensor
+    drawn_top: Tensor
+    query_length: Tensor
+
+    def terms(self, radii: Float64[Tensor, "*b e"]) -> dict[str, Float64[Tensor, "*b e"]]:
+        """The parts of δ/ε for radii (e), or (b…, e) where every input has its own."""
+        own = radii.shape[:-1] or (1,) * self.fixed.ndim
+        r = radii.movedim(-1, 0).reshape(-1, *own)
+        q = self._probabilities(r[..., None, None, None])
+        d = _cover(q)
+        damping = d.amax(-1).clamp(max=0.5).sqrt()
+        spread = _grown(self.value_top, self.p, q, self.value_far).minimum(self.value_far.amax(-1)).sqrt()
+        omega = _up(spread + damping * r[..., None, None] * self.maps.value.each.unsqueeze(-1))
+        kappa = _grown(self.key_top, self.p, q, self.key_far).minimum(self.key_far.amax(-1)).sqrt()
+        drawn = (omega.square().unsqueeze(-1) * d).mT
+        keys = _grown(self.drawn_top, self.drawn, _up(drawn), self.query_length).amax(-1).sqrt()
+        bent, Q, K, out = (omega * damping).amax(-1), self.maps.query, self.maps.key, self.maps.output
+        bilinear = _over_heads(bent * Q.each, out, K).minimum(_over_heads(bent * K.each, out, Q))
+        found = {
+            "fixed": self.fixed.expand(r.shape[:1] + self.fixed.shape),
+            "queries": _over_heads((omega * kappa).amax(-1), out, Q),
+            "keys": _over_heads(keys, out, K),
+            "bilinear": bilinear * r,
+        }
+        return {name: _up(term).movedim(0, -1) for name, term in found.items()}
+
+    def _probabilities(self, r: Tensor) -> Tensor:
+        """(e, b…, h, n, n) q_lij >= p_lij on the balls, also between the scores (Lemma 3 (a))."""
+        grown = (self.slope + self.bend * r).mul_(r * (1 + 2.0**-44)).add_(self.log_p)
+        q = grown.nan_to_num_(nan=0.0).clamp_(_LEAST_LOG, 0.0).exp_().mul_(1 + 2.0**-44).clamp_(max=1.0)
+        return q if self.masked is None else q.masked_fill_(self.masked, 0.0)
+
+
+def _at(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> _Here:
+    X = a.lift(x)
+    weights = (layer.w_q, layer.w_k, layer.w_v, layer.w_o)
+    maps = a.of_weights(f"rows, scale {layer.scale}", weights, lambda: _maps(a, layer))
+    w, allowed = layer.weights(X), layer.allowed(x.shape[-2])
+    masked = None if allowed is None else ~allowed.to(x.device).unsqueeze(-3)
+    query = project(X, w.w_q, w.b_q) * layer.scale
+    key, value = (_centred(project(X, each, None)) for each in (w.w_k, w.w_v))
+    scores = layer.complete(query @ key.mT)  # up to a constant along each row
+    P = scores.softmax(-1)
+    turned = query @ maps.crossed
+    slope, bend = log_growth(
+        P,
+        key @ maps.queries @ key.mT,
+        turned @ key.mT,
+        ((query @ maps.keys) * query).sum(-1, keepdim=True),
+        maps.scores,
+    )
+    log_p = a.number(scores.log_softmax(-1))
+    p = as_ball(P).mid
+    value_top, key_top = _covariance_norms(p, value), _covariance_norms(p, key)
+    exact = a.lift(p)
+    value_far, key_far = (_hidden(a.number(distances_from_means(exact, z @ z.mT)), masked) for z in (value, key))
+    drawn = _up(value_top.unsqueeze(-1) * _cover(p)).mT
+    fixed = _over_heads(_norm_of_probabilities(a.number(P).clamp(max=1.0)), maps.output, maps.value)
+    return _Here(
+        maps=maps,
+        fixed=_up(fixed + abs(layer.residual)),
+        p=p,
+        log_p=log_p + log_p.abs() * 2.0**-44,
+        slope=a.number(slope),
+        bend=a.number(bend),
+        masked=masked,
+        value_top=value_top,
+        key_top=key_top,
+        value_far=value_far,
+        key_far=key_far,
+        drawn=drawn,
+        drawn_top=_moment_norms(drawn, query),
+        query_length=a.number(query.square().sum(-1)).unsqueeze(-2),
+    )
+
+
+def _centred(z: Array) -> Array:
+    """Less a common row, which no covariance sees."""
+    return z - as_ball(z).mid.mean(-2, keepdim=True)
+
+
+def _hidden(x: Tensor, masked: Tensor | None) -> Tensor:
+    return (x if masked is None else x.masked_fill(masked, 0.0)).clamp(min=0.0)
+
+
+# -- norms of many small matrices
+
+
+def _covariance_norms(p: Float64[Tensor, "*b n m"], z: Array) -> Float64[Tensor, "*b n"]:
+    """λ_max(Σ_j p_ij (z_j - c_i)(z_j - c_i)ᵀ), c_i = Σ_j p_ij z_j, for rows z (…, m, k) and probabilities p."""
+    return _moment_norms(p, z, off=(p.sum(-1) - 1).abs())
+
+
+def _moment_norms(weights: Float64[Tensor, "*b n m"], z: Array, off: Tensor | None = None) -> Float64[Tensor, "*b n"]:
+    """λ_max(Σ_j w_ij z_j z_jᵀ) for rows z (…, m, k) and weights that are not negative.
+
+    Where the weights are probabilities, whose sum is `off` (…, n) from 1, of z_j - c_i with c_i = Σ_j w_ij z_j: that is
+    Σ_j w_ij z_j z_jᵀ - (2 - S_i) c_i c_iᵀ for the sum S_i.
+
+    With T = Σ_j w_ij ‖z_j‖² and E the same of the radii of z, the first part is known within γT + 2√(TE) + E, in the
+    Frobenius norm, and the second within twice that and `off` T.
+    """
+    ball = as_ball(z)
+    batch, (n, m), k = weights.shape[:-2], weights.shape[-2:], z.shape[-1]
+    length, radius = ball.mid.square().sum(-1), ball.rad.square().sum(-1)
+    T, E = ((weights @ each.unsqueeze(-1)).squeeze(-1) for each in (length, radius))
+    error = gamma(m + 8) * T + 2 * (T * E).sqrt() + E
+    if off is not None:
+        error = 4 * error + off * T
+    error = error * 1.01
+    rows, each = ball.mid.expand(*batch, m, k).flatten(0, -3), weights.flatten(0, -3)
+    found, step = [], max(1, _BLOCK.get(rows.device.type, 2**22) // (max(n, m) * k * k))
+    for start in range(0, len(rows), step):
+        block, w = rows[start : start + step], each[start : start + step]
+        moments = (w @ (block.unsqueeze(-1) * block.unsqueeze(-2)).flatten(-2, -1)).reshape(-1, n, k, k)
+        if off is not None:
+            mean = w @ block
+            moments -= mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        at = error.flatten(0, -2)[start : start + step]
+        found.append(gram_norm(moments, at, _SQUARINGS, _TOLERANCE))
+    return _up(torch.cat(found).square()).reshape(*batch, n)
+
+
+def _norm_of_probabilities(P: Float64[Tensor, "*b n n"]) -> Float64[Tensor, "*b"]:
+    """A bound of ‖P‖ for entries that are not negative: ‖P‖² <= max_j (PᵀPw)_j / w_j for every w > 0.
+
+    (Collatz and Wielandt; w = 1 gives ‖P‖_1 ‖P‖_∞.) Powers of PᵀP on 1 make it smaller and smaller.
+    """
+    w = torch.ones_like(P[..., :1])
+    best = torch.full_like(P[..., 0, 0], torch.inf)
+    for _ in range(_STEPS):
+        grown = P.mT @ (P @ w)
+        best = torch.minimum(best, (grown / w).amax((-2, -1)))
+        w = (grown / grown.amax((-2, -1), keepdim=True)).clamp(min=1e-12)
+    return _up(best, 2 * P.shape[-1]).sqrt() * (1 + 2 * UNIT)
+
+
+# -- from the norms at X to those on a ball
+
+
+def _cover(q: Float64[Tensor, "*b n"]) -> Float64[Tensor, "*b n"]:
+    """Weights d with Var_p(f) <= Σ_j d_j f_j² for all probabilities p <= q (docs/math/second-order.md, Lemma 5).
+
+    It is q, or where one key has more than R, the sum of the others: 2 q_1 R/(q_1 + R) there, q_j 2 q_1/(q_1 + R) else.
+    """
+    first, index = q.max(-1, keepdim=True)
+    rest = (_up(q.sum(-1, keepdim=True), q.shape[-1]) - first).clamp(0.0, 1.0)
+    t = ((first - rest) / (first + rest)).clamp(min=0.0)  # any number from 0 on serves
+    own = first / (first / (rest * (1 / t + 1)) + 1)
+    return _up((q * (1 + t)).scatter(-1, index, own))
+
+
+def _grown(top: Tensor, base: Tensor, weights: Tensor, size: Tensor) -> Tensor:
+    """A bound of λ_max(Σ_j w_j z_j z_jᵀ) from top >= λ_max(Σ_j base_j z_j z_jᵀ) and size_j >= ‖z_j‖².
+
+    w <= ρ base + (w - ρ base)_+ for every ρ, so ρ top + Σ_j (w_j - ρ base_j)_+ size_j is one; the best of a few ρ.
+    """
+    weights = weights * (1 + 2.0**-44)  # pays for the difference
+    part = base * size
+    whole = part.sum(-1)
+    mean = (weights * size).sum(-1) / whole
+    most = (weights / base).masked_fill_(part <= _SOME * whole.unsqueeze(-1), 0.0).amax(-1)
+    best = (weights * size).sum(-1)
+    for rho in (mean, (mean * most).sqrt(), most):
+        rho = rho.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        beyond = torch.addcmul(weights, base, rho.unsqueeze(-1), value=-1.0).clamp_(min=0.0).mul_(size).sum(-1)
+        best = torch.minimum(best, rho * top + beyond)
+    return _up(best, size.shape[-1])
+
+
+def _up(x: Tensor, terms: int = 0) -> Tensor:
+    """Pays for the rounding of sums of `terms` numbers that are not negative, and of up to 2⁸ other operations."""
+    return x * (1 + 2.0**-44 + 2 * terms * UNIT) + 2.0**-1000

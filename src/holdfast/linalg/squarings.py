@@ -1,0 +1,61 @@
+"""Proved norms of many small matrices at once, from above, by a few squarings."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from holdfast.linalg.rounding import UNIT, frobenius_upper, gamma
+
+
+def gram_norm(
+    gram: Float64[Tensor, "*b m m"], error: Tensor, squarings: int = 2, tolerance: float = 0.0
+) -> Float64[Tensor, "*b"]:
+    """An upper bound of √‖M‖ for every symmetric M within `error` of `gram`, in the Frobenius norm.
+
+    ‖M‖^{2^k} <= ‖M^{2^k}‖_F. Every squaring of a matrix that is known within e leaves it known within
+    γ‖M‖_F² + 2‖M‖_F e + e²; matrices are scaled to length 1 before it, by numbers whose rounding is paid for. As then
+    ‖M²‖_F² <= ‖M²‖ <= ‖M²‖_F, one squaring also says how far the bound may be from the norm: a matrix for which that is
+    less than the tolerance is done, whatever becomes of the others.
+
+    Args:
+        gram: the matrices.
+        error: (*b) how far M may be from each.
+        squarings: at most so many.
+        tolerance: relative, of the result.
+    """
+    size = gram.shape[-1]
+    length = _length(gram) + error
+    scale = torch.where(length > 0, length, 1.0)
+    M, e, log = gram / scale[..., None, None], error / scale + 4 * UNIT, torch.log(scale)
+    bound, open_ = length.sqrt() * (1 + 1e-15), torch.ones_like(length, dtype=torch.bool)
+    for k in range(squarings):
+        M, e = M @ M, (gamma(size + 8) + 2 * e + e.square()) * (1 + 1e-12)
+        now = torch.linalg.matrix_norm(M) * (1 + (size * size + 16) * UNIT) + e
+        now = torch.where(now > 0, now, 1.0)
+        shorter = torch.log(now) / 2 ** (k + 1)
+        log = log + shorter
+        found = torch.exp(log / 2) * (1 + 1e-12)
+        bound = torch.where(open_ & (found < bound), found, bound)  # not a number stays so
+        open_ = open_ & (shorter < -2 * tolerance)
+        if k + 1 == squarings or (tolerance and not bool(open_.any())):
+            break
+        M, e = M.div_(now[..., None, None]), e / now + 4 * UNIT
+    return torch.where(length == 0, 0.0, bound)
+
+
+def _length(gram: Float64[Tensor, "*b m m"]) -> Float64[Tensor, "*b"]:
+    """`frobenius_upper` in one pass, where no square overflows or underflows."""
+    plain = torch.linalg.matrix_norm(gram)
+    usual = (plain > 1e-140) & (plain < 1e140)
+    found: Tensor = plain * (1 + (gram.shape[-1] ** 2 + 16) * UNIT)
+    return found if bool(usual.all()) else torch.where(usual, found, frobenius_upper(gram))
+
+
+def thin_gram_norm(rows: Float64[Tensor, "*b m k"], squarings: int = 2) -> Float64[Tensor, "*b"]:
+    """An upper bound of the spectral norm of matrices (…, m, k), by the Gram matrix of the smaller side."""
+    if rows.shape[-2] > rows.shape[-1]:
+        rows = rows.mT
+    error = gamma(rows.shape[-1]) * frobenius_upper(rows).square() * (1 + 1e-12)
+    return gram_norm(rows @ rows.mT, error, squarings)

@@ -1,0 +1,296 @@
+"""`rows` and `gains`: attacked, compared with exact norms, and caught where a part of the bound is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import holdfast
+from holdfast import AttentionLayer
+from holdfast.attacks.minimal import MinimalAttack
+from holdfast.bounds import bounds, rows
+from holdfast.bounds.arithmetic import Arithmetic, Numerical, Proved
+from holdfast.linalg import Ball
+from holdfast.linalg.squarings import gram_norm
+from holdfast.models import ModelConfig, Transformer
+from holdfast.network import centre as centres
+from holdfast.network import site as sites
+from holdfast.network.attention import Attention
+from holdfast.network.centre import Centre
+from holdfast.network.compositions import certify_inputs, compositions
+from holdfast.network.compositions import gains as gains_module
+from holdfast.network.network import Network
+from holdfast.testing.draw import Dice, draw
+from holdfast.testing.layers import Case, make_case
+
+RADII = (1e-6, 1e-3, 0.03, 0.3, 1.0, 3.0)
+
+
+def layer_of(
+    n: int,
+    d: int,
+    h: int,
+    *,
+    seed: int,
+    weight: float = 1.0,
+    row: float = 1.0,
+    orthogonal: bool = True,
+    peak: float = 0.0,
+) -> tuple[AttentionLayer, Tensor]:
+    """A layer with square maps of one norm, tokens of one length, and circular shifts in the scores."""
+    dice = Dice(seed)
+
+    def square() -> Tensor:
+        w = dice.normal(d, d)
+        return weight * (torch.linalg.qr(w).Q if orthogonal else w / torch.linalg.matrix_norm(w, 2))
+
+    q, k, v = (square().reshape(d, h, d // h).movedim(1, 0) for _ in range(3))
+    shifts = torch.stack([torch.eye(n, dtype=torch.float64).roll(shift, 1) for shift in range(h)])
+    layer = AttentionLayer(q, k, v, square().reshape(h, d // h, d), score_bias=peak * shifts if peak else None)
+    x = dice.normal(2, n, d)
+    return layer, x * (row / torch.linalg.vector_norm(x, dim=-1, keepdim=True))
+
+
+def attained(layer: AttentionLayer, x: Tensor, radii: tuple[float, ...], steps: int = 20) -> Tensor:
+    return holdfast.attack(layer, x, list(radii), restarts=2, steps=steps).lower
+
+
+# -- attacks
+
+
+@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(s, marks=pytest.mark.slow) for s in range(12, 300))])
+def test_no_attack_moves_a_random_layer_farther(seed: int) -> None:
+    case = draw(seed)
+    for guarantee in ("proved", "numerical"):
+        found = holdfast.bound(case.layer, case.x, RADII, method="rows", guarantee=guarantee).value
+        assert bool((found * (1 + 1e-12) >= attained(case.layer, case.x, RADII)).all())
+
+
+@pytest.mark.parametrize("peak", [0.0, 3.0, 8.0])
+@pytest.mark.parametrize("row", [0.5, 4.0])
+def test_no_attack_moves_a_layer_with_positions_farther(peak: float, row: float) -> None:
+    layer, x = layer_of(6, 8, 2, seed=1, row=row, peak=peak, weight=1.5)
+    found = holdfast.bound(layer.to(torch.float32), x.float(), RADII, method="rows").value
+    assert bool((found >= attained(layer.to(torch.float32).double(), x.float().double(), RADII)).all())
+
+
+def without(name: str) -> Callable[..., dict[str, Tensor]]:
+    """The terms of the bound, one of them forgotten."""
+    whole = rows._Here.terms
+    return lambda self, radii: {key: term * (key != name) for key, term in whole(self, radii).items()}
+
+
+def narrow(seed: int, n: int) -> Case:
+    """One head of width 1: hardly anything is lost, so that every term is needed."""
+    g = torch.Generator().manual_seed(seed)
+    torch.randint(2, 5, (), generator=g)
+    sharpness, size = float(torch.rand((), generator=g) * 3), float(torch.rand((), generator=g) * 3 + 0.2)
+    return make_case("narrow", seed, n=n, d=1, k=1, h=1, sharpness=sharpness, size=size)
+
+
+def unseen() -> Case:
+    """Scores that vanish at x in first order: queries and keys read a coordinate in which all tokens are 0."""
+    first, second = (torch.eye(2, dtype=torch.float64)[None, :, i : i + 1] for i in range(2))
+    layer = AttentionLayer(first, first, second, second.mT)
+    x = torch.tensor([[[0.0, 0.0], [0.0, 1e4], [0.0, -1e4]]], dtype=torch.float64)
+    return Case("unseen", layer, x)
+
+
+FAULTS = {"fixed": narrow(2, 2), "queries": narrow(246, 4), "keys": narrow(219, 4), "bilinear": unseen()}
+
+
+@pytest.mark.parametrize("term", FAULTS)
+def test_a_term_that_is_left_out_is_caught(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, radii = FAULTS[term], (1e-4, 0.03, 0.3)
+    reached = attained(case.layer, case.x, radii)
+
+    def value() -> Tensor:
+        a = Proved()
+        eps = a.lift(torch.tensor(radii, dtype=torch.float64))
+        return a.number(bounds["rows"]._evaluate(a, case.layer, case.x, eps).value)
+
+    assert bool((value() >= reached).all())
+    monkeypatch.setattr(rows._Here, "terms", without(term))
+    assert bool((value() < reached).any())
+
+
+# -- values
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_proved_is_not_below_numerical_and_close(seed: int) -> None:
+    layer, x = layer_of(5, 8, 2, seed=seed, row=2.0, peak=2.0 * (seed % 2))
+    proved = holdfast.bound(layer, x, RADII, method="rows").value
+    numerical = holdfast.bound(layer, x, RADII, method="rows", guarantee="numerical").value
+    assert bool((proved >= numerical - 1e-12).all())
+    assert bool((proved <= numerical * (1 + 1e-6)).all())
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"row": 1.0}, 1.02),
+        ({"row": 1.0, "peak": 6.0}, 1.02),
+        ({"row": 4.0}, 1.3),
+        ({"row": 4.0, "peak": 6.0}, 1.3),
+        ({"row": 1.0, "orthogonal": False}, 1.6),
+    ],
+)
+def test_close_to_cov_on_ordinary_layers(options: dict[str, Any], most: float) -> None:
+    layer, x = layer_of(24, 32, 4, seed=0, **options)
+    found, cov = (
+        holdfast.bound(layer, x, (1e-3, 0.03, 0.1), method=m, guarantee="numerical").value for m in ("rows", "cov")
+    )
+    assert float((found / cov).max()) < most
+
+
+def test_each_input_may_have_radii_of_its_own() -> None:
+    layer, x = layer_of(5, 8, 2, seed=3)
+    piece = Attention(layer)
+    radii = torch.tensor([[0.1, 0.2], [0.3, 0.05]], dtype=torch.float64)
+    together = piece.reach(Numerical(), x, radii, "rows")
+    alone = torch.stack([piece.reach(Numerical(), x[i], radii[i], "rows") for i in range(2)])
+    torch.testing.assert_close(together, alone, rtol=1e-10, atol=0)
+
+
+# -- the lemmas
+
+
+def test_covers_are_covers_and_tight_for_two_keys() -> None:
+    dice = Dice(0)
+    p = torch.softmax(4 * dice.normal(400, 5), -1)
+    q = (p * torch.exp(dice.normal(400, 5).abs())).clamp(max=1.0)
+    gap = torch.diag_embed(rows._cover(q)) - torch.diag_embed(p) + p.unsqueeze(-1) * p.unsqueeze(-2)
+    assert float(torch.linalg.eigvalsh(gap).min()) >= -1e-12
+    two = torch.softmax(4 * dice.normal(100, 2), -1)
+    gap = torch.diag_embed(rows._cover(two)) - torch.diag_embed(two) + two.unsqueeze(-1) * two.unsqueeze(-2)
+    assert float(torch.linalg.eigvalsh(gap)[..., 0].abs().max()) < 1e-12
+
+
+def test_norms_of_covariances_are_above_the_true_ones_and_near() -> None:
+    dice = Dice(1)
+    p, z = torch.softmax(3 * dice.normal(3, 2, 7, 7), -1), dice.normal(3, 2, 7, 4)
+    radius = 1e-3 * dice.normal(3, 2, 7, 4).abs()
+    moved = z + radius * torch.sign(dice.normal(3, 2, 7, 4))
+    for rows_of, ball in ((z, z), (moved, Ball(z, radius))):
+        off = rows_of.unsqueeze(-3) - (p @ rows_of).unsqueeze(-2)
+        true = torch.linalg.eigvalsh(off.mT @ (p.unsqueeze(-1) * off))[..., -1]
+        found = rows._covariance_norms(p, ball)
+        assert bool((found >= true * (1 - 1e-14)).all())
+    exact = rows._covariance_norms(p, z)
+    off = z.unsqueeze(-3) - (p @ z).unsqueeze(-2)
+    true = torch.linalg.eigvalsh(off.mT @ (p.unsqueeze(-1) * off))[..., -1]
+    assert bool((exact <= true * 1.05).all())
+
+
+def test_norms_on_a_ball_from_those_at_its_centre() -> None:
+    dice = Dice(2)
+    base, z = torch.softmax(3 * dice.normal(50, 6), -1), dice.normal(50, 6, 3)
+    weights = base * torch.exp(dice.normal(50, 6))
+    weights[0] = 0
+    base[1] = 0
+
+    def top(w: Tensor) -> Tensor:
+        return torch.linalg.eigvalsh(z.mT @ (w.unsqueeze(-1) * z))[..., -1].clamp(min=0)
+
+    found = rows._grown(top(base) * (1 + 1e-14), base, weights, z.square().sum(-1))
+    assert bool((found >= top(weights) * (1 - 1e-14)).all())
+    same = rows._grown(top(base), base, base, z.square().sum(-1))
+    torch.testing.assert_close(same, top(base), rtol=1e-9, atol=1e-200)
+
+
+def test_norms_of_probabilities() -> None:
+    P = torch.softmax(3 * Dice(3).normal(20, 6, 6), -1)
+    found, true = rows._norm_of_probabilities(P), torch.linalg.matrix_norm(P, 2)
+    assert bool((found >= true).all())
+    assert bool((found <= true * 1.02).all())
+    shifts = torch.stack([torch.eye(6, dtype=torch.float64).roll(i, 1) for i in range(6)])
+    assert float(rows._norm_of_probabilities(shifts).max()) < 1 + 1e-12
+
+
+def test_flat_spectra_take_more_squarings_and_nothing_depends_on_the_others() -> None:
+    flat, steep = torch.eye(48, dtype=torch.float64), torch.diag(0.5 ** torch.arange(48, dtype=torch.float64))
+    both = torch.stack([flat, steep])
+    found = gram_norm(both, torch.zeros(2, dtype=torch.float64), 5, 0.01)
+    assert bool((found >= 1).all())
+    assert bool((found <= 1.031).all())
+    for i in range(2):
+        assert torch.equal(gram_norm(both[i], torch.zeros((), dtype=torch.float64), 5, 0.01), found[i])
+
+
+def test_weights_that_change_in_place_are_seen() -> None:
+    layer, x = layer_of(5, 8, 2, seed=4)
+    first = holdfast.bound(layer, x, 0.1, method="rows").value
+    assert torch.equal(holdfast.bound(layer, x, 0.1, method="rows").value, first)
+    layer.w_o.mul_(2.0)
+    torch.testing.assert_close(holdfast.bound(layer, x, 0.1, method="rows").value, 2 * first, rtol=1e-9, atol=0)
+
+
+def test_what_weights_give_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = layer_of(5, 8, 2, seed=5)
+    asked: list[str] = []
+    whole = rows._maps
+    monkeypatch.setattr(rows, "_maps", lambda a, layer: asked.append(a.guarantee) or whole(a, layer))
+    arithmetics: tuple[Arithmetic[Any], ...] = (Proved(), Proved(), Numerical(), Numerical())
+    for a in arithmetics:
+        Attention(layer).reach(a, x, a.lift(torch.tensor([0.1], dtype=torch.float64)), "rows")
+    assert asked == ["proved", "numerical"]
+
+
+# -- whole networks
+
+
+def network_of(seed: int, **options: Any) -> tuple[Network, Tensor]:
+    torch.manual_seed(seed)
+    config = ModelConfig(input="image", classes=3, channels=1, side=8, patch=4, width=8, depth=2, heads=2, **options)
+    model = Transformer(config).double()
+    return model.to_network(), model.encode(torch.rand(3, 1, 8, 8))
+
+
+NETWORKS = ({}, {"activation": "half-smooth-abs", "projection": "smooth"}, {"residual": True, "pool": "mean"})
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("options", NETWORKS)
+def test_no_attack_comes_nearer_than_a_radius(
+    options: dict[str, Any], large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if large:
+        shrink(monkeypatch)
+    network, x = network_of(0, **options)
+    centre = Centre(network, x)
+    radius = compositions["gains"](centre).radius
+    attack = MinimalAttack(steps=20)(network, centre.x, centre.prediction)
+    assert bool((radius > 0).all())
+    assert bool((radius <= attack.radius).all())
+    numerical = compositions["gains"](Centre(network, x, guarantee="numerical")).radius
+    torch.testing.assert_close(radius, numerical, rtol=2e-3, atol=0)
+
+
+def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every input were large."""
+    for module in (sites, centres, gains_module):
+        monkeypatch.setattr(module, "LARGE", 8)
+
+
+def test_large_networks_take_no_norm_of_a_map_on_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink(monkeypatch)
+    network, x = network_of(1)
+    records = certify_inputs(network, x)
+    for record in records:
+        assert record.method == "gains"
+        assert "attention on 4x8 numbers was too large for lofast, layerwise" in record.notes[0]
+    by_name = certify_inputs(network, x, method="lofast", guarantee="numerical")
+    assert all(mine.radius >= other.radius for mine, other in zip(records, by_name, strict=True))
+
+
+def test_gains_is_near_layerwise() -> None:
+    """Each is better at times: `layerwise` knows better bounds, and looks at fewer radii."""
+    network, x = network_of(2, residual=True, pool="mean")
+    centre = Centre(network, x, guarantee="numerical")
+    fast, best = (compositions[name](centre).radius for name in ("gains", "layerwise"))
+    assert bool(((fast / best - 1).abs() < 0.5).all())
