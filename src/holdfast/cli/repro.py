@@ -10,10 +10,11 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from holdfast.cli import smoothness
+from holdfast.cli import lofast, smoothness, words
 from holdfast.cli.inputs import Json, read_eps
 from holdfast.cli.work import Job, carry_out, emit_json
 from holdfast.repro import jasmin as jasmin_module
+from holdfast.repro import lofast as lofast_module
 from holdfast.repro import networks as networks_module
 from holdfast.repro import tightness as module
 from holdfast.repro import vit as vit_module
@@ -22,6 +23,9 @@ from holdfast.results import Guarantee
 
 app = typer.Typer(help="Make the tables and figures of the documentation again.", no_args_is_help=True)
 app.command("smoothness")(smoothness.smoothness)
+app.command("words")(words.words)
+for study in (lofast_module.FIGURE_2, lofast_module.FIGURE_5):
+    app.command(study.name)(lofast.command_of(study))
 
 
 @app.callback()

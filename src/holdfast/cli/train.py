@@ -74,7 +74,8 @@ def _line(config: TrainingConfig, now: Progress) -> str:
     text = f"loss {now.loss:.3f}"
     if now.last is not None:
         radius = config.train.radius
-        text += f"  clean {100 * now.last.clean:.1f} %  certified at {radius:.3g}, estimated: {100 * now.last.certified:.1f} %"
+        text += f"  clean {100 * now.last.clean:.1f} %"
+        text += f"  certified at {radius:.3g}, estimated: {100 * now.last.certified:.1f} %"
     return text
 
 

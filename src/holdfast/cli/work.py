@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import holdfast
+from holdfast.repro.processes import Tell, side_by_side
 from holdfast.storage import write_text
 
 T = TypeVar("T")
@@ -83,6 +85,40 @@ def carry_out(jobs: Sequence[Job[T]]) -> Finished[T]:
         except KeyboardInterrupt:
             return Finished(results, interrupted=True)
     return Finished(results, interrupted=False)
+
+
+def work_through(work: Callable[[T, Tell], None], items: Sequence[T], labels: Sequence[str], jobs: int) -> bool:
+    """Does long work on every item, several at once, with a progress bar; whether all of it was finished.
+
+    Args:
+        work: a function of a module that leaves its results in files, and tells how far it is.
+        items: what it is called with.
+        labels: what the bar calls them.
+        jobs: processes at once, each with one thread; with 1, the work is done here.
+    """
+    shares = [0.0] * len(items)
+    with progress_bar() as bar:
+        bar.columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        task = bar.add_task("starting", total=len(items))
+
+        def told(index: int, share: float) -> None:
+            shares[index] = share
+            label = f"{sum(done == 1 for done in shares)} of {len(shares)} done; {labels[index]}"
+            bar.update(task, description=label, completed=sum(shares))
+            if share == 1:
+                bar.console.print(f"finished {labels[index]}", highlight=False, markup=False)
+
+        try:
+            if jobs > 1:
+                for index, share in side_by_side(work, items, jobs):
+                    told(index, share)
+            else:
+                for index, item in enumerate(items):
+                    work(item, partial(told, index))
+                    told(index, 1.0)
+        except KeyboardInterrupt:
+            return False
+    return True
 
 
 def emit_json(command: str, payload: Mapping[str, object], *, stdout: bool, out: Path | None) -> None:

@@ -1,0 +1,274 @@
+"""The commands `repro lofast-fig2` and `repro lofast-fig5`, on a grid that trains in a second."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.attacks.auto_pgd import AutoPgd
+from holdfast.cli import main
+from holdfast.errors import HoldfastError, InputError, SoundnessError
+from holdfast.repro import lofast, lofast_figure
+from holdfast.repro.processes import Tell, side_by_side
+from holdfast.results import Guarantee
+
+Call = Callable[..., tuple[int, str, str]]
+
+GRID = """
+[model]
+input = "image"
+classes = 10
+channels = 1
+side = 8
+patch = 4
+width = 8
+depth = 1
+heads = 1
+maps = "sll"
+positions = "added"
+residual = true
+projection = "hard"
+feed_forward = "sll"
+activation = "relu"
+pool = "mean"
+head = "sll"
+[data]
+name = "digits"
+validation = 200
+[train]
+epochs = 1
+batch = 128
+lr = 0.01
+[[train.losses]]
+kind = "cross-entropy"
+temperature = 0.1
+[grid]
+depth = [1]
+heads = [1, 2]
+attention_norm = [0.5, 1.0]
+"""
+
+
+@pytest.fixture
+def grid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Puts a tiny grid in the place of the BERTs."""
+    configs = tmp_path / "configs"
+    configs.mkdir()
+    (configs / "lofast-bert.toml").write_text(GRID)
+    for module in ("holdfast.models.config", "holdfast.train.config"):
+        monkeypatch.setattr(import_module(module), "CONFIGS", configs)
+
+
+@pytest.fixture
+def call(grid: None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
+    """Runs the command in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(line: str) -> tuple[int, str, str]:
+        options = ["--inputs", "4", "--device", "cpu", "--ours", "layerwise", *line.split()]
+        monkeypatch.setattr(sys, "argv", ["holdfast", "repro", "lofast-fig5", *options])
+        with pytest.raises(SystemExit) as left:
+            main()
+        captured = capfd.readouterr()
+        return int(left.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+def result(**changes: Any) -> lofast.Measured:
+    found = lofast.Measured(
+        values={"depth": 3.0, "heads": 4.0, "attention_norm": 0.5},
+        seed=0,
+        config={},
+        inputs=4,
+        methods={"lofast": "numerical", "layerwise": "proved"},
+        command="",
+        versions={},
+        device="cpu",
+        seconds={},
+        test_inputs=872,
+        clean=0.8,
+        content_off=0.75,
+        total_variation=[0.01, 0.02],
+        score_norm=[1.0, 0.9],
+        right=[True, True, False, True],
+        radius={"lofast": [0.1, 0.05, 0.3, 0.0], "layerwise": [0.2, 0.1, 0.4, 0.1]},
+        attack=[0.5, 0.1, 0.4, None],
+    )
+    return replace(found, **changes)
+
+
+def test_a_grid_from_training_to_figure(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, out, err = call("--only heads=2,attention_norm=0.5,attention_norm=1")
+    assert status == 0, err
+    folder = tmp_path / "results" / "lofast-fig5"
+    names = sorted(path.stem for path in folder.iterdir())
+    assert names == [f"depth-1-heads-2-attention_norm-{norm}-seed-0" for norm in ("0.5", "1")]
+    for one in lofast.read_all(folder):
+        assert one.command.endswith("--only heads=2,attention_norm=0.5,attention_norm=1")
+        assert one.config["train"]["epochs"] == 1
+        assert set(one.seconds) == {"training", "lofast", "layerwise", "attack"}
+        assert one.test_inputs == 360
+        assert len(one.right) == 4
+        for method in ("lofast", "layerwise"):
+            for radius, nearest in zip(one.radius[method], one.attack, strict=True):
+                assert 0 < radius <= (math.inf if nearest is None else nearest)
+    assert all((tmp_path / "results" / f"lofast-fig5{end}").exists() for end in (".png", ".svg", ".md"))
+    assert "Figure 5" in out
+    assert "lofast-fig5.md" in out
+
+    # What is finished is not done again, and the rest of the grid joins it.
+    worked: list[str] = []
+    monkeypatch.setattr(lofast, "measure", lambda work, tell: worked.append(work[0].label))
+    assert call("")[0] == 0
+    assert worked == [f"depth=1 heads=1 attention_norm={norm}" for norm in ("0.5", "1")]
+    page = (tmp_path / "results" / "lofast-fig5.md").read_text()
+    assert call("--redraw")[0] == 0
+    assert worked[2:] == []
+    assert (tmp_path / "results" / "lofast-fig5.md").read_text() == page
+
+    # Another setting does not overwrite it.
+    status, _, err = call("--epochs 2 --only heads=2")
+    assert status == 2
+    assert "other settings" in err
+
+
+@pytest.mark.slow
+def test_members_side_by_side(call: Call, tmp_path: Path) -> None:
+    status, _, err = call("--jobs 2 --only heads=1")
+    assert status == 0, err
+    found = lofast.read_all(tmp_path / "results" / "lofast-fig5")
+    assert [one.values["attention_norm"] for one in found] == [0.5, 1.0]
+    assert "finished depth=1 heads=1 attention_norm=0.5" in err
+
+
+def test_an_interrupted_command_goes_on(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = lofast.measure
+
+    def first_only(work: tuple[lofast.Member, lofast.Place], tell: Tell) -> None:
+        if work[0].values["attention_norm"] == 1:
+            raise KeyboardInterrupt
+        measure(work, tell)
+
+    monkeypatch.setattr(lofast, "measure", first_only)
+    status, out, err = call("--only heads=1")
+    assert status == 130
+    assert "the same command goes on" in err
+    assert len(lofast.read_all(tmp_path / "results" / "lofast-fig5")) == 1
+    assert "lofast-fig5.png" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--only dept=1", "did you mean 'depth'"),
+        ("--only depth=7", "--only says 'depth=7'; the grid has depth = 1"),
+        ("--only heads", "the grid has heads = 1, 2"),
+        ("--ours layerwide", "did you mean 'layerwise'"),
+        ("--ours lofast", "name another composition"),
+        ("--redraw", "no results to draw"),
+    ],
+)
+def test_bad_input_is_one_line(call: Call, line: str, message: str) -> None:
+    status, _, err = call(line)
+    assert status == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_file_of_something_else(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"values": {}}')
+    with pytest.raises(HoldfastError, match=r"not a result of this command.*move it away"):
+        lofast.read(path)
+
+
+def test_the_shares() -> None:
+    one = result()
+    assert one.ours == "layerwise"
+    assert [one.certified("lofast", radius) for radius in (0.0, 0.05, 0.1, 0.11)] == [0.75, 0.5, 0.25, 0.0]
+    assert [one.attacked(radius) for radius in (0.0, 0.1, 0.5)] == [0.75, 0.5, 0.25]
+    assert one.mean_radius("layerwise") == pytest.approx(0.1)
+
+
+def test_a_certificate_that_an_attack_breaks_is_refused() -> None:
+    with pytest.raises(SoundnessError, match=r"layerwise certifies 0\.2 for input 1"):
+        result(radius={"lofast": [0.0] * 4, "layerwise": [0.1, 0.2, 0.1, 0.1]})
+
+
+def test_a_config_without_later_keys_is_the_same() -> None:
+    asked = {"train": {"epochs": 3, "losses": [{"kind": "emma", "new": 0}]}, "model": {"width": 8}}
+    stored = {"train": {"epochs": 3, "losses": [{"kind": "emma"}]}, "model": {"width": 8}}
+    assert lofast._agrees(stored, asked)
+    assert not lofast._agrees(asked, stored)
+    assert not lofast._agrees(stored | {"model": {"width": 16}}, asked)
+
+
+def test_results_survive_their_file(tmp_path: Path) -> None:
+    one = result()
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps(asdict(one)))
+    assert lofast.read(path) == one
+
+
+def test_tables_and_figure_from_results_alone(tmp_path: Path) -> None:
+    values = [
+        {"depth": depth, "heads": 4.0, "patch": patch, "attention_norm": 0.5} for depth, patch in ((2, 4), (4, 8))
+    ]
+    results = [result(values={key: float(v) for key, v in each.items()}) for each in values]
+    page = lofast_figure.markdown(lofast.FIGURE_2, results)
+    head, _, first = ([cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()[:3])
+    cells = dict(zip(head, first, strict=True))
+    assert cells["% at 9/255"] == "50.0 / 75.0 / 75.0"
+    assert cells["% at 36/255"] == "0.0 / 25.0 / 50.0"
+    assert cells["variation"] == "0.020"
+    assert cells["mean radius, layerwise"] == "0.1000"
+    assert lofast_figure.table(lofast.FIGURE_2, results).row_count == 2
+    assert all(path.stat().st_size > 5000 for path in lofast_figure.plot(lofast.FIGURE_2, results, tmp_path / "f"))
+
+
+def test_the_published_grids() -> None:
+    methods: dict[str, Guarantee] = {"lofast": "numerical", "layerwise": "numerical"}
+    assert len(lofast.members(lofast.FIGURE_2, methods, inputs=1, seed=3)) == 48
+    chosen = lofast.members(lofast.FIGURE_5, methods, inputs=1, seed=3, only="depth=6,heads=8", epochs=1)
+    assert [one.values["attention_norm"] for one in chosen] == [0.25, 0.5, 0.75]
+    assert {(one.config.train.seed, one.config.train.epochs, one.config.model.depth) for one in chosen} == {(3, 1, 6)}
+
+
+def _fail(item: int, tell: Tell) -> None:
+    tell(0.5)
+    raise InputError(f"item {item}")
+
+
+def test_the_error_of_a_process_is_told() -> None:
+    with pytest.raises(InputError, match="item 7"):
+        list(side_by_side(_fail, [7], 1))
+
+
+def test_auto_pgd_meets_the_exact_distance() -> None:
+    """A linear classifier, whose nearest change of answer is known."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(12, 5, generator=generator, dtype=torch.float64)
+    x = torch.randn(20, 3, 4, generator=generator, dtype=torch.float64)
+
+    def logits(z: torch.Tensor) -> torch.Tensor:
+        return z.flatten(1) @ weight
+
+    labels = logits(x).argmax(1)
+    lead = logits(x).gather(1, labels[:, None]) - logits(x)
+    exact = lead / torch.linalg.vector_norm(weight.mT[labels].unsqueeze(1) - weight.mT, dim=-1)
+    nearest = exact.scatter(1, labels[:, None], torch.inf).amin(1)
+    assert AutoPgd(steps=20, targets=4)(logits, x, labels, nearest * 1.0001).all()
+    assert AutoPgd(steps=20, targets=1, restarts=2)(logits, x, labels, nearest * 1.0001).double().mean() > 0.5
+    assert not AutoPgd(steps=20)(logits, x, labels, nearest * 0.9999).any()
+    with pytest.raises(InputError, match="steps is 0; expected at least 1"):
+        AutoPgd(steps=0)
