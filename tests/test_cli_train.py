@@ -146,6 +146,19 @@ def test_models_are_loaded_by_name(call: Call, tmp_path: Path) -> None:
         load("others")
 
 
+def test_a_halved_model_is_another_one_of_half_the_size(call: Call, tmp_path: Path) -> None:
+    save(Transformer(replace(config("digits-smooth"), width=64, depth=2)), tmp_path / "whole.safetensors")
+    assert call("models halve whole.safetensors half.safetensors")[0] == 0
+    whole, half = (load(tmp_path / f"{name}.safetensors") for name in ("whole", "half"))
+    assert (tmp_path / "half.safetensors").stat().st_size < 0.6 * (tmp_path / "whole.safetensors").stat().st_size
+    image = demo_digits().images[:1]
+    assert 0 < (whole(image) - half(image)).abs().max() < 0.01
+    huge = Transformer(config("digits-smooth"))
+    huge.head.bias.data.fill_(1e6)
+    save(huge, tmp_path / "huge.safetensors")
+    assert "it cannot be halved" in call("models halve huge.safetensors half.safetensors")[2]
+
+
 def test_what_the_shelf_refuses(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in (0, 1):
         save(tiny(seed), tmp_path / f"{seed}.safetensors")

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from holdfast.certification import read
 from holdfast.cli.inputs import Json
-from holdfast.cli.work import emit_json
-from holdfast.models import ModelConfig, named_configs
+from holdfast.cli.work import emit_json, say_written
+from holdfast.models import ModelConfig, files, named_configs
 from holdfast.models.shelf import Shelved, put_on_shelf, shelved
 
 app = typer.Typer(help="The models that come with the package.", invoke_without_command=True)
@@ -48,6 +48,16 @@ def add(
     emit_json("models add", found.to_dict(), stdout=as_json, out=None)
     if not as_json:
         Console().print(_shelf_table((found,)))
+
+
+@app.command("halve")
+def halve(
+    model: Annotated[Path, typer.Argument(help="The model.safetensors that train wrote.")],
+    out: Annotated[Path, typer.Argument(help="The file to write.")],
+) -> None:
+    """Round the weights of a trained model to float16, before it is certified."""
+    files.halve(model, out)
+    say_written(out)
 
 
 def _shelf_table(shelf: tuple[Shelved, ...]) -> Table:

@@ -40,6 +40,15 @@ def load(path: Pathlike) -> Transformer:
     return model.eval().requires_grad_(False)
 
 
+def halve(path: Pathlike, target: Pathlike) -> None:
+    """Writes a model again with its weights rounded to float16: half the size, and another model, to certify anew."""
+    stored_config(path)  # refuses other files
+    rounded = {name: t.half() if t.is_floating_point() else t for name, t in read_tensors(path).items()}
+    if any(not bool(t.isfinite().all()) for t in rounded.values()):
+        raise InputError(f"{os.fspath(path)!r} has weights beyond the largest float16, 65504; it cannot be halved")
+    write_tensors(target, rounded, read_metadata(path))
+
+
 def stored_config(path: Pathlike) -> ModelConfig:
     """The config of a model that `save` wrote."""
     stored = read_metadata(path).get(_KEY)
