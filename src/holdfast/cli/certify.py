@@ -25,7 +25,10 @@ from holdfast.results import CertificationRun
 from holdfast.tracing.loading import load_classifier, load_tokenizer
 
 Model = Annotated[
-    str, typer.Argument(help="digits, a name on the shelf, a model file, a folder, a name in the Hugging Face cache, timm:NAME.")
+    str,
+    typer.Argument(
+        help="digits, a name on the shelf, a model file or folder, a name in the Hugging Face cache, timm:NAME."
+    ),
 ]
 DataDir = Annotated[Path | None, typer.Option(help="Folder of the data files; default: HOLDFAST_DATA.")]
 Download = Annotated[bool, typer.Option("--download", help="Fetch files of the model that are missing.")]

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from holdfast.cli import lofast, smoothness, words
+from holdfast.cli import images, lofast, smoothness, words
 from holdfast.cli.inputs import Json, read_eps
 from holdfast.cli.work import Job, carry_out, emit_json
 from holdfast.repro import jasmin as jasmin_module
@@ -24,6 +24,7 @@ from holdfast.results import Guarantee
 app = typer.Typer(help="Make the tables and figures of the documentation again.", no_args_is_help=True)
 app.command("smoothness")(smoothness.smoothness)
 app.command("words")(words.words)
+app.command("images")(images.images)
 for study in (lofast_module.FIGURE_2, lofast_module.FIGURE_5):
     app.command(study.name)(lofast.command_of(study))
 
