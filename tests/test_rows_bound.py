@@ -118,6 +118,30 @@ def test_a_term_that_is_left_out_is_caught(term: str, monkeypatch: pytest.Monkey
     assert bool((value() < reached).any())
 
 
+PATHS = {"values": (3, narrow(2, 2)), "queries": (4, narrow(246, 4)), "keys": (5, narrow(219, 4))}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_that_is_left_out_of_the_three_is_caught(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, case = PATHS[path]
+    radii = (1e-4, 0.03, 0.3)
+    reached, whole = attained(case.layer, case.x, radii), rows._norm_of_paths
+
+    def forgetful(*given: Tensor) -> Tensor:
+        return whole(*(each * 0 if i == place else each for i, each in enumerate(given)))
+
+    def together() -> Tensor:
+        found = holdfast.bound(case.layer, case.x, radii, method="rows").terms["together"]
+        return found * torch.tensor(radii, dtype=torch.float64)
+
+    assert bool((together() >= reached).all())
+    monkeypatch.setattr(rows, "_norm_of_paths", forgetful)
+    eps = torch.tensor(radii, dtype=torch.float64)
+    a = Proved()
+    value = a.number(bounds["rows"]._evaluate(a, case.layer, case.x, a.lift(eps)).value)
+    assert bool((value < reached).any())
+
+
 # -- values
 
 
@@ -157,7 +181,90 @@ def test_each_input_may_have_radii_of_its_own() -> None:
     torch.testing.assert_close(together, alone, rtol=1e-10, atol=0)
 
 
+def test_the_paths_together_are_mostly_less_than_their_sum() -> None:
+    layer, x = layer_of(24, 32, 4, seed=0, row=4.0, peak=6.0)
+    found = holdfast.bound(layer, x, (1e-3, 0.03, 0.1), method="rows")
+    apart = torch.stack([found.terms[name] for name in ("fixed", "queries", "keys", "bilinear")]).sum(0)
+    ratio = found.value / torch.tensor((1e-3, 0.03, 0.1), dtype=torch.float64) / apart
+    assert float(ratio.max()) <= 1 + 1e-12
+    assert float(ratio.mean()) < 0.95
+
+
 # -- the lemmas
+
+
+class Paths:
+    """Rows and heads that move as in Lemma 7, and a search for the tokens that move them most."""
+
+    def __init__(self, seed: int, h: int = 3, n: int = 5) -> None:
+        dice = Dice(seed)
+        self.P = torch.softmax(4 * dice.normal(h, n, n), -1)
+        self.values, self.queries = 1 + 0.2 * dice.normal(h).abs(), dice.normal(h, n).abs()
+        near = torch.eye(n, dtype=torch.float64).roll(1, 1)
+        self.pull = dice.normal(h, n, n).abs() * (0.05 + near)  # of row i by key j
+        self.share = rows._shares(self.pull.mT.square())
+        self.keys = (self.pull.mT.square() / self.share).sum(-1).sqrt()
+
+    def moved(self, v: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """How far all rows move where ‖γ_jW_l^V‖, ‖γ_jW_l^Q‖, ‖γ_jW_l^K‖ are v, q, k (h, n)."""
+        by_value = self.values.unsqueeze(-1) * (self.P @ v.unsqueeze(-1)).squeeze(-1)
+        by_keys = (self.pull * k.unsqueeze(-2)).square().sum(-1).add(1e-30).sqrt()
+        return torch.linalg.vector_norm(by_value + self.queries * q + by_keys)
+
+    def farthest(self) -> float:
+        h, n = self.queries.shape
+        free = Dice(9).normal(8, 3 * h + 1, n).requires_grad_()
+        optimizer, best = torch.optim.Adam([free], lr=0.05), 0.0
+        for _ in range(300):
+            size = torch.nn.functional.normalize(free[:, -1].abs(), dim=-1)
+            parts = [torch.nn.functional.normalize(each.abs(), dim=1) for each in free[:, :-1].split(h, 1)]
+            moved = torch.stack([self.moved(*(part[i] * size[i] for part in parts)) for i in range(len(free))])
+            best = max(best, float(moved.detach().max()))
+            optimizer.zero_grad()
+            (-moved.sum()).backward()
+            optimizer.step()
+        return best
+
+    def bound(self, *forgotten: str) -> float:
+        norms = torch.linalg.matrix_norm(self.P, 2)
+        paths = [getattr(self, path).unsqueeze(0) * (path not in forgotten) for path in ("values", "queries", "keys")]
+        return float(rows._norm_of_paths(self.P, norms, self.share, *paths))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_moves_the_three_paths_farther_than_their_norm(seed: int) -> None:
+    paths = Paths(seed)
+    farthest = paths.farthest()
+    apart = float((paths.values * torch.linalg.matrix_norm(paths.P, 2)).max() + paths.queries.max() + paths.keys.max())
+    assert farthest <= paths.bound() < apart
+    for path in ("values", "queries", "keys"):
+        assert paths.bound(path) < farthest
+    assert paths.bound("values", "queries", "keys") < 1e-100
+
+
+def test_paths_of_one_token_and_head_add_up() -> None:
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    found = rows._norm_of_paths(one, one[0, 0], one, 2 * one[0], 3 * one, 5 * one)
+    torch.testing.assert_close(found, 10 * one[0, 0], rtol=1e-12, atol=0)
+
+
+def test_mean_probabilities_between_the_scores() -> None:
+    layer, x = layer_of(5, 8, 2, seed=6, row=2.0, peak=2.0, weight=2.0)
+    here, dice = rows._at(Numerical(), layer, x), Dice(7)
+    t = (torch.arange(200, dtype=torch.float64) + 0.5) / 200
+
+    def scores(z: Tensor) -> Tensor:
+        return layer.complete((z.unsqueeze(-3) @ layer.w_q * layer.scale) @ (z.unsqueeze(-3) @ layer.w_k).mT)
+
+    for radius in (1e-3, 0.1, 1.0, 5.0):
+        q = here._probabilities(torch.full((1, 1, 1, 1, 1), radius, dtype=torch.float64))[0]
+        shift = dice.normal(20, *x.shape)
+        shift = shift * (radius / torch.linalg.vector_norm(shift, dim=(-2, -1), keepdim=True))
+        begin, end = scores(x), scores(x + shift)
+        mean = torch.softmax(begin + t.view(-1, 1, 1, 1, 1, 1) * (end - begin), -1).mean(0)
+        assert bool((mean <= q * (1 + 1e-5)).all())
+        grown = here.log_p + t.view(-1, 1, 1, 1, 1) * (here.slope + here.bend * radius) * radius
+        torch.testing.assert_close(q, grown.clamp(max=0.0).exp().mean(0), rtol=1e-3, atol=1e-12)
 
 
 def test_covers_are_covers_and_tight_for_two_keys() -> None:

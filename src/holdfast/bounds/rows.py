@@ -27,6 +27,9 @@ _SQUARINGS, _TOLERANCE = 5, 0.01  # of the norms of small matrices; five leave 3
 _STEPS = 12  # of the iteration that proposes weights for ‖P_l‖
 _BLOCK = {"cpu": 2**18, "cuda": 2**27}  # numbers that small matrices take at a time: the cache of a CPU is small
 _LEAST_LOG = -690.0  # exp of it is a normal number
+_NEARLY = 0.9  # of the largest norm of a head: costs that head next to nothing, and the others count for less
+_LEAST_SHARE = 0.4  # of a row among those that draw on a key
+_TINY = 1e-60  # its square is far above all that underflows
 _SOME = 1e-4  # a key with less than this share in a row counts by its length alone
 
 
@@ -38,7 +41,8 @@ class Rows(Bound):
     δ/ε = |H| + ‖W^O‖ (max ‖P_l‖ ‖W^V‖ + max Ω_li κ_li ‖W^Q‖ + max Λ_lj ‖W^K‖ + ε max Ω_li √λ_li ‖W_l^Q‖ ‖W^K‖)
 
     Ω_li², κ_li² are the largest eigenvalues of the covariances of values and keys on the ball, and Λ_lj² is that of
-    Σ_i Ω_li² d_lij q_li q_liᵀ, where diag(d_li) covers the Jacobian of softmax.
+    Σ_i Ω_li² d_lij q_li q_liᵀ, where diag(d_li) covers the Jacobian of softmax. The maxima belong to different tokens:
+    the norm of values, queries and keys together is mostly smaller, and the bound is the smaller one.
     """
 
     name = "rows"
@@ -52,7 +56,8 @@ class Rows(Bound):
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         here = a.once("rows", lambda: _at(a, layer, x))
         terms = here.terms(a.number(eps))
-        value = _up(torch.stack(list(terms.values())).sum(0) * a.number(eps))
+        apart = torch.stack([term for name, term in terms.items() if name != "together"]).sum(0)
+        value = _up(apart.minimum(terms["together"]) * a.number(eps))
         return Evaluation(a.lift(value), {name: a.lift(term) for name, term in terms.items()})
 
 
@@ -65,13 +70,13 @@ class _Joined:
 
     Attributes:
         each: (h) ‖W_l‖.
-        factors: (2, h) two choices of t: 1, and ‖W_l‖.
-        norm: (2) ‖[W_1/t_1, …, W_h/t_h]‖.
+        factors: (3, h) three choices of t: 1, ‖W_l‖, and ‖W_l‖ or what is nearly the largest of them.
+        norm: (3) ‖[W_1/t_1, …, W_h/t_h]‖.
     """
 
     each: Float64[Tensor, " h"]
-    factors: Float64[Tensor, "2 h"]
-    norm: Float64[Tensor, " 2"]
+    factors: Float64[Tensor, "3 h"]
+    norm: Float64[Tensor, " 3"]
 
 
 @dataclass(frozen=True)
@@ -117,14 +122,19 @@ def _maps(a: Arithmetic[Array], layer: AttentionLayer) -> _Maps[Array]:
 def _joined(a: Arithmetic[Array], maps: Array) -> _Joined:
     each = a.number(a.matrix_norm(maps))
     own = torch.where(each > 1e-150, each, 1.0)
-    norms = [a.number(a.matrix_norm(join_heads(each))) for each in (maps, maps / own[:, None, None])]
-    return _Joined(each, torch.stack([torch.ones_like(own), own]), torch.stack(norms))
+    factors = torch.stack([torch.ones_like(own), own, own.maximum(_NEARLY * own.max())])
+    norms = [a.number(a.matrix_norm(join_heads(maps / t[:, None, None]))) for t in factors]
+    return _Joined(each, factors, torch.stack(norms))
+
+
+def _scales(left: _Joined, right: _Joined) -> Float64[Tensor, "3 h"]:
+    """What head l counts for, for each choice of t, where x_l with ‖x_l‖ <= ‖g W_l‖, unit g, are joined by two maps."""
+    return left.factors * right.factors * (left.norm * right.norm).unsqueeze(-1)
 
 
 def _over_heads(values: Float64[Tensor, "*b h"], left: _Joined, right: _Joined) -> Float64[Tensor, "*b"]:
     """A bound of the norm of heads x_l with ‖x_l‖ <= values_l ‖g W_l‖, joined by two maps, for unit g."""
-    largest = (values.unsqueeze(-2) * (left.factors * right.factors)).amax(-1)
-    return (largest * (left.norm * right.norm)).amin(-1)
+    return (values.unsqueeze(-2) * _scales(left, right)).amax(-1).amin(-1)
 
 
 # -- the layer at x
@@ -137,7 +147,10 @@ class _Here:
 
     Attributes:
         maps: of the weights.
+        residual: |H|.
         fixed: (b…) |H| + ‖W^O‖ ‖W^V‖ max_l ‖P_l‖.
+        P: (b…, h, n, n) the probabilities.
+        norms: (b…, h) ‖P_l‖.
         p: (b…, h, n, n) the probabilities in plain float64: weights at which the norms below are taken.
         log_p: (b…, h, n, n) their logarithms.
         slope: (b…, h, n, n) ℓ of Lemma 3.
@@ -150,10 +163,14 @@ class _Here:
         drawn: (b…, h, n, n) Ω_li² d_lij at X, (j, i).
         drawn_top: (b…, h, n) λ_max(Σ_i drawn_lji q_li q_liᵀ).
         query_length: (b…, h, 1, n) ‖q_li‖².
+        share: (b…, h, n, n) s_lji, how much row i counts among those that key j draws; any positive numbers.
     """
 
     maps: _Maps[Tensor] | _Maps[Ball]
+    residual: float
     fixed: Tensor
+    P: Tensor
+    norms: Tensor
     p: Tensor
     log_p: Tensor
     slope: Tensor
@@ -166,6 +183,7 @@ class _Here:
     drawn: Tensor
     drawn_top: Tensor
     query_length: Tensor
+    share: Tensor
 
     def terms(self, radii: Float64[Tensor, "*b e"]) -> dict[str, Float64[Tensor, "*b e"]]:
         """The parts of δ/ε for radii (e), or (b…, e) where every input has its own."""
@@ -177,22 +195,42 @@ class _Here:
         spread = _grown(self.value_top, self.p, q, self.value_far).minimum(self.value_far.amax(-1)).sqrt()
         omega = _up(spread + damping * r[..., None, None] * self.maps.value.each.unsqueeze(-1))
         kappa = _grown(self.key_top, self.p, q, self.key_far).minimum(self.key_far.amax(-1)).sqrt()
-        drawn = (omega.square().unsqueeze(-1) * d).mT
-        keys = _grown(self.drawn_top, self.drawn, _up(drawn), self.query_length).amax(-1).sqrt()
+        drawn = _up(omega.square().unsqueeze(-1) * d).mT
+        keys, shared = (
+            _grown(self.drawn_top, self.drawn, each, self.query_length).sqrt() for each in (drawn, drawn / self.share)
+        )
         bent, Q, K, out = (omega * damping).amax(-1), self.maps.query, self.maps.key, self.maps.output
         bilinear = _over_heads(bent * Q.each, out, K).minimum(_over_heads(bent * K.each, out, Q))
+        queries = omega * (kappa + damping * r[..., None, None] * K.each.unsqueeze(-1))
         found = {
             "fixed": self.fixed.expand(r.shape[:1] + self.fixed.shape),
             "queries": _over_heads((omega * kappa).amax(-1), out, Q),
-            "keys": _over_heads(keys, out, K),
+            "keys": _over_heads(keys.amax(-1), out, K),
             "bilinear": bilinear * r,
+            "together": self._together(queries, shared) + self.residual,
         }
         return {name: _up(term).movedim(0, -1) for name, term in found.items()}
 
+    def _together(self, queries: Float64[Tensor, "e *b h n"], keys: Float64[Tensor, "e *b h n"]) -> Tensor:
+        """(e, b…) a bound of the three paths together: one token does not pass all of them at their best."""
+        out, V, Q, K = self.maps.output, self.maps.value, self.maps.query, self.maps.key
+        sizes = (self.norms.expand(queries.shape[:-1]), queries.amax(-1), keys.amax(-1))
+        scales = [_scales(out, each) for each in (V, Q, K)]
+        whole = sum((size.unsqueeze(-2) * scale).amax(-1) for size, scale in zip(sizes, scales, strict=True))
+        best = torch.as_tensor(whole).argmin(-1)  # any choice serves, but it is that of all three
+        value, query, key = (scale[best] for scale in scales)
+        scaled = queries * query.unsqueeze(-1), keys * key.unsqueeze(-1)
+        return _norm_of_paths(self.P, self.norms, self.share, value, *scaled)
+
     def _probabilities(self, r: Tensor) -> Tensor:
-        """(e, b…, h, n, n) q_lij >= p_lij on the balls, also between the scores (Lemma 3 (a))."""
-        grown = (self.slope + self.bend * r).mul_(r * (1 + 2.0**-44)).add_(self.log_p)
-        q = grown.nan_to_num_(nan=0.0).clamp_(_LEAST_LOG, 0.0).exp_().mul_(1 + 2.0**-44).clamp_(max=1.0)
+        """(e, b…, h, n, n) q_lij >= the mean of p_lij between the scores, everywhere on the balls.
+
+        p_lij grows at most as exp(t g) (Lemma 3 (a)) and stays below 1; this is the integral of that over 0 <= t <= 1.
+        """
+        grown = (self.slope + self.bend * r).mul_(r * (1 + 2.0**-44)).clamp_(min=1e-200)
+        until = torch.minimum(grown, -self.log_p)
+        q = (until + self.log_p).clamp_(_LEAST_LOG, 0.0).exp_().mul_(until.neg().expm1_().neg_())
+        q = q.add_(grown - until).div_(grown).mul_(1 + 2.0**-42).nan_to_num_(nan=1.0).clamp_(max=1.0)
         return q if self.masked is None else q.masked_fill_(self.masked, 0.0)
 
 
@@ -220,12 +258,17 @@ def _at(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> _Here:
     exact = a.lift(p)
     value_far, key_far = (_hidden(a.number(distances_from_means(exact, z @ z.mT)), masked) for z in (value, key))
     drawn = _up(value_top.unsqueeze(-1) * _cover(p)).mT
-    fixed = _over_heads(_norm_of_probabilities(a.number(P).clamp(max=1.0)), maps.output, maps.value)
+    query_length = a.number(query.square().sum(-1)).unsqueeze(-2)
+    above = a.number(P).clamp(max=1.0)
+    norms = _norm_of_probabilities(above)
     return _Here(
         maps=maps,
-        fixed=_up(fixed + abs(layer.residual)),
+        residual=abs(layer.residual),
+        fixed=_up(_over_heads(norms, maps.output, maps.value) + abs(layer.residual)),
+        P=above,
+        norms=norms,
         p=p,
-        log_p=log_p + log_p.abs() * 2.0**-44,
+        log_p=(log_p + log_p.abs() * 2.0**-44).clamp(max=0.0),
         slope=a.number(slope),
         bend=a.number(bend),
         masked=masked,
@@ -235,7 +278,8 @@ def _at(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> _Here:
         key_far=key_far,
         drawn=drawn,
         drawn_top=_moment_norms(drawn, query),
-        query_length=a.number(query.square().sum(-1)).unsqueeze(-2),
+        query_length=query_length,
+        share=_shares(drawn * query_length),
     )
 
 
@@ -298,6 +342,39 @@ def _norm_of_probabilities(P: Float64[Tensor, "*b n n"]) -> Float64[Tensor, "*b"
         best = torch.minimum(best, (grown / w).amax((-2, -1)))
         w = (grown / grown.amax((-2, -1), keepdim=True)).clamp(min=1e-12)
     return _up(best, 2 * P.shape[-1]).sqrt() * (1 + 2 * UNIT)
+
+
+def _shares(drawn: Float64[Tensor, "*b n n"]) -> Float64[Tensor, "*b n n"]:
+    """A row that a key hardly draws counts less than the row that it draws most, which counts 1."""
+    return (drawn / drawn.amax(-1, keepdim=True)).nan_to_num(nan=1.0).sqrt().sqrt().clamp(_LEAST_SHARE, 1.0)
+
+
+def _norm_of_paths(
+    P: Float64[Tensor, "*b h n n"],
+    norms: Float64[Tensor, "*b h"],
+    share: Float64[Tensor, "*b h n n"],
+    values: Float64[Tensor, "e *b h"],
+    queries: Float64[Tensor, "e *b h n"],
+    keys: Float64[Tensor, "e *b h n"],
+) -> Float64[Tensor, "*e"]:
+    """A bound of the norm of all rows and heads, each moved by its values, its query and its keys (Lemma 7).
+
+    It is that of c_l² P_l diag(1/θ) P_lᵀ + diag_i(a_li²/θ'_i + max_j s_lji b_lj²/θ''_j), θ + θ' + θ'' = 1, which has no
+    negative entries (Collatz and Wielandt, as for P alone). Any θ serve; each is as large as its path.
+    """
+    through = (values * norms).amax(-1)[..., None, None].clamp(min=_TINY)
+    by_query, by_keys = (each.amax(-2, keepdim=True).clamp(min=_TINY) for each in (queries, keys))
+    whole = through + by_query + by_keys
+    drawn = (share * (keys.square() * (whole / by_keys)).unsqueeze(-1)).amax(-2)
+    diagonal = (queries.square() * (whole / by_query) + drawn).movedim(0, -1)
+    weight, c2 = (whole / through).movedim(0, -1), values.square().unsqueeze(-1).movedim(0, -1)
+    w, best = torch.ones_like(diagonal), torch.full_like(diagonal[..., 0, :], torch.inf)
+    for _ in range(_STEPS):
+        grown = c2 * (P @ ((P.mT @ w) * weight)) + diagonal * w
+        best = torch.minimum(best, (grown / w).amax(-2))
+        w = (grown / grown.amax(-2, keepdim=True).clamp(min=_TINY)).clamp(min=1e-12)
+    found = _up(best.amax(-2), 4 * P.shape[-1]).sqrt().movedim(-1, 0) * (1 + 2 * UNIT)
+    return found.masked_fill(found.isnan(), torch.inf)  # beyond the range of float64
 
 
 # -- from the norms at X to those on a ball
