@@ -142,6 +142,18 @@ def test_a_path_that_is_left_out_of_the_three_is_caught(path: str, monkeypatch: 
     assert bool((value < reached).any())
 
 
+@pytest.mark.parametrize(("by", "beyond"), [(400, 0), (505, 75)])
+def test_no_term_underflows_where_small_weights_meet_large_ones(by: int, beyond: int) -> None:
+    """The same map with its weights scaled: W^Q and W^O are tiny, W^K and W^V huge."""
+    case, radii = narrow(246, 4), torch.tensor((1e-4, 0.03, 0.3), dtype=torch.float64)
+    reached, given, a = attained(case.layer, case.x, tuple(radii.tolist())), case.layer, Proved()
+    powers = {"q": -by, "k": by, "v": by, "o": -by - beyond}
+    tensors = {name: t * 2.0 ** powers[name[2]] for name, t in given._tensors().items()}
+    layer = AttentionLayer(**tensors, scale=given.scale)
+    found = a.number(bounds["rows"]._evaluate(a, layer, case.x, a.lift(radii)).value)
+    assert bool((found * 2.0**beyond >= reached).all())
+
+
 # -- values
 
 
@@ -267,6 +279,16 @@ def test_mean_probabilities_between_the_scores() -> None:
         torch.testing.assert_close(q, grown.clamp(max=0.0).exp().mean(0), rtol=1e-3, atol=1e-12)
 
 
+def test_probabilities_that_nearly_underflow_are_covered_on_the_smallest_balls() -> None:
+    layer, x = layer_of(5, 8, 2, seed=6, row=2.0, peak=280.0, weight=2.0)
+    here = rows._at(Proved(), layer, x)
+    assert 0 < float(here.p.min()) < 1e-120
+    for radius in (0.0, 1e-300, 1e-190, 1e-100):
+        q = here._probabilities(torch.full((1, 1, 1, 1, 1), radius, dtype=torch.float64))[0]
+        assert bool((here.p <= q).all())
+        assert bool((q <= here.p * (1 + 1e-9)).all())
+
+
 def test_covers_are_covers_and_tight_for_two_keys() -> None:
     dice = Dice(0)
     p = torch.softmax(4 * dice.normal(400, 5), -1)
@@ -292,6 +314,19 @@ def test_norms_of_covariances_are_above_the_true_ones_and_near() -> None:
     off = z.unsqueeze(-3) - (p @ z).unsqueeze(-2)
     true = torch.linalg.eigvalsh(off.mT @ (p.unsqueeze(-1) * off))[..., -1]
     assert bool((exact <= true * 1.05).all())
+
+
+@pytest.mark.parametrize("size", [1e-82, 1.0, 1e82])
+def test_radii_count_at_every_scale(size: float) -> None:
+    dice = Dice(4)
+    p, z = torch.softmax(dice.normal(2, 7, 7), -1), dice.normal(2, 7, 1)
+    off = z.unsqueeze(-3) - (p @ z).unsqueeze(-2)
+    radius = torch.full_like(z, 1e-3)
+    farther = z + radius * torch.sign(off[:, 0])
+    true = torch.linalg.vecdot(p[:, 0], (farther - p[:, :1] @ farther).squeeze(-1).square())
+    found = rows._covariance_norms(p, Ball(size * z, size * radius))
+    assert bool((found[:, 0] / size**2 >= true * (1 - 1e-12)).all())
+    assert bool((found[:, 0] / size**2 <= true * 1.1).all())
 
 
 def test_norms_on_a_ball_from_those_at_its_centre() -> None:

@@ -20,13 +20,13 @@ from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import Bound, Evaluation, register_bound
 from holdfast.bounds.over_ball import distances_from_means, log_growth
 from holdfast.linalg import Array, Ball
-from holdfast.linalg.rounding import UNIT, as_ball, gamma
+from holdfast.linalg.rounding import FLOOR, UNIT, as_ball, gamma
 from holdfast.linalg.squarings import gram_norm
 
 _SQUARINGS, _TOLERANCE = 5, 0.01  # of the norms of small matrices; five leave 3 % where 48 eigenvalues are equal
 _STEPS = 12  # of the iteration that proposes weights for ‖P_l‖
 _BLOCK = {"cpu": 2**18, "cuda": 2**27}  # numbers that small matrices take at a time: the cache of a CPU is small
-_LEAST_LOG = -690.0  # exp of it is a normal number
+_LEAST_LOG, _LEAST_GROWTH = -650.0, 2.0**-44  # exp of the one, times the other, is a normal number
 _NEARLY = 0.9  # of the largest norm of a head: costs that head next to nothing, and the others count for less
 _LEAST_SHARE = 0.4  # of a row among those that draw on a key
 _TINY = 1e-60  # its square is far above all that underflows
@@ -129,12 +129,12 @@ def _joined(a: Arithmetic[Array], maps: Array) -> _Joined:
 
 def _scales(left: _Joined, right: _Joined) -> Float64[Tensor, "3 h"]:
     """What head l counts for, for each choice of t, where x_l with ‖x_l‖ <= ‖g W_l‖, unit g, are joined by two maps."""
-    return left.factors * right.factors * (left.norm * right.norm).unsqueeze(-1)
+    return _up(left.factors * right.factors * (left.norm * right.norm).unsqueeze(-1))
 
 
 def _over_heads(values: Float64[Tensor, "*b h"], left: _Joined, right: _Joined) -> Float64[Tensor, "*b"]:
     """A bound of the norm of heads x_l with ‖x_l‖ <= values_l ‖g W_l‖, joined by two maps, for unit g."""
-    return (values.unsqueeze(-2) * _scales(left, right)).amax(-1).amin(-1)
+    return (_up(values).unsqueeze(-2) * _scales(left, right)).amax(-1).amin(-1)
 
 
 # -- the layer at x
@@ -199,9 +199,9 @@ class _Here:
         keys, shared = (
             _grown(self.drawn_top, self.drawn, each, self.query_length).sqrt() for each in (drawn, drawn / self.share)
         )
-        bent, Q, K, out = (omega * damping).amax(-1), self.maps.query, self.maps.key, self.maps.output
+        bent, Q, K, out = _up((omega * damping).amax(-1)), self.maps.query, self.maps.key, self.maps.output
         bilinear = _over_heads(bent * Q.each, out, K).minimum(_over_heads(bent * K.each, out, Q))
-        queries = omega * (kappa + damping * r[..., None, None] * K.each.unsqueeze(-1))
+        queries = _up(omega * (kappa + damping * r[..., None, None] * K.each.unsqueeze(-1)))
         found = {
             "fixed": self.fixed.expand(r.shape[:1] + self.fixed.shape),
             "queries": _over_heads((omega * kappa).amax(-1), out, Q),
@@ -226,8 +226,9 @@ class _Here:
         """(e, b…, h, n, n) q_lij >= the mean of p_lij between the scores, everywhere on the balls.
 
         p_lij grows at most as exp(t g) (Lemma 3 (a)) and stays below 1; this is the integral of that over 0 <= t <= 1.
+        It does not fall with g, which may therefore be raised to what no product underflows with.
         """
-        grown = (self.slope + self.bend * r).mul_(r * (1 + 2.0**-44)).clamp_(min=1e-200)
+        grown = (self.slope + self.bend * r).mul_(r * (1 + 2.0**-44)).clamp_(min=_LEAST_GROWTH)
         until = torch.minimum(grown, -self.log_p)
         q = (until + self.log_p).clamp_(_LEAST_LOG, 0.0).exp_().mul_(until.neg().expm1_().neg_())
         q = q.add_(grown - until).div_(grown).mul_(1 + 2.0**-42).nan_to_num_(nan=1.0).clamp_(max=1.0)
@@ -311,9 +312,9 @@ def _moment_norms(weights: Float64[Tensor, "*b n m"], z: Array, off: Tensor | No
     """
     ball = as_ball(z)
     batch, (n, m), k = weights.shape[:-2], weights.shape[-2:], z.shape[-1]
-    length, radius = ball.mid.square().sum(-1), ball.rad.square().sum(-1)
+    length, radius = ball.mid.square().sum(-1), ball.rad.square().sum(-1) + k * FLOOR
     T, E = ((weights @ each.unsqueeze(-1)).squeeze(-1) for each in (length, radius))
-    error = gamma(m + 8) * T + 2 * (T * E).sqrt() + E
+    error = gamma(m + 8) * T + 2 * T.sqrt() * E.sqrt() + E
     if off is not None:
         error = 4 * error + off * T
     error = error * 1.01
@@ -411,5 +412,5 @@ def _grown(top: Tensor, base: Tensor, weights: Tensor, size: Tensor) -> Tensor:
 
 
 def _up(x: Tensor, terms: int = 0) -> Tensor:
-    """Pays for the rounding of sums of `terms` numbers that are not negative, and of up to 2⁸ other operations."""
+    """Pays for the rounding, and underflows, of sums of `terms` numbers >= 0 and of up to 2⁸ other operations."""
     return x * (1 + 2.0**-44 + 2 * terms * UNIT) + 2.0**-1000

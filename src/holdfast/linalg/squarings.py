@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from holdfast.linalg.rounding import UNIT, frobenius_upper, gamma
+from holdfast.linalg.rounding import FLOOR, UNIT, frobenius_upper, gamma
 
 
 def gram_norm(
@@ -57,5 +57,6 @@ def thin_gram_norm(rows: Float64[Tensor, "*b m k"], squarings: int = 2) -> Float
     """An upper bound of the spectral norm of matrices (…, m, k), by the Gram matrix of the smaller side."""
     if rows.shape[-2] > rows.shape[-1]:
         rows = rows.mT
-    error = gamma(rows.shape[-1]) * frobenius_upper(rows).square() * (1 + 1e-12)
+    underflow = rows.shape[-2] * rows.shape[-1] * FLOOR
+    error = gamma(rows.shape[-1]) * frobenius_upper(rows).square() * (1 + 1e-12) + underflow
     return gram_norm(rows @ rows.mT, error, squarings)

@@ -200,6 +200,7 @@ class Centre:
                 out = piece.value(Ball.exact(v))
                 v, defect = out.mid, _length(out.rad)
                 e, local = outward(site.astray(e) + defect), outward(site.astray(local) + defect)
+                local = torch.minimum(local, e)  # e holds for every input within r: that is one of them
                 sites.append(site)
             stages.append(self._stage(sites, stage))
             u, r = self._joined(stages[-1], u, r, v, e, local) if stages[-1].skip else (v, e)
