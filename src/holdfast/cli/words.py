@@ -24,7 +24,7 @@ def words(
     seed: Annotated[str, typer.Option(help="Of the trainings, separated by commas.")] = "0",
     sentences: Annotated[int, typer.Option(min=1, help="How many are certified for each model.")] = 10,
     method: Annotated[str, typer.Option(help="The composition for one word that moves.")] = "telescoped",
-    together: Annotated[str, typer.Option(help="The composition for all words that move.")] = "margin-gradient",
+    together: Annotated[str, typer.Option(help="The composition for all words that move.")] = "gains",
     data_dir: Annotated[Path | None, typer.Option(help="Folder of the data files; default: HOLDFAST_DATA.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes at once, with one thread each.")] = 1,
     out: Annotated[Path, typer.Option(help="Folder for the JSON files.")] = Path("results"),

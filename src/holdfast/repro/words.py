@@ -231,13 +231,15 @@ def certify(work: tuple[Task, int], tell: Tell) -> None:
     place = _chosen(model, data, task.sentences)[number]
     data = data.select([place])
     network, x = model.to_network(task.stem), model.encode(data.inputs)
+    kept = task.part(number).with_suffix(".words.json")
     texts = data.texts[0].split() if data.texts is not None else []
-    words = _words(task, network, x, texts[: data.inputs.shape[1]], _distances(model, data.inputs[0]), tell)
+    words = _words(task, network, x, texts[: data.inputs.shape[1]], _distances(model, data.inputs[0]), kept, tell)
     nearest = _ATTACK(network, x, data.labels).radius.item()
     proved = certify_inputs(network, x, method=task.sentence_method)[0]
     together = Moved(" ".join(texts), proved.radius, _finite(nearest), proved.method, proved.seconds)
     found = Sentence(place, int(data.labels), together, words)
     write_text(task.part(number), json.dumps(asdict(found), allow_nan=False) + "\n")
+    kept.unlink(missing_ok=True)
 
 
 def _words(
@@ -246,13 +248,14 @@ def _words(
     x: Float64[Tensor, "1 n d"],
     texts: Sequence[str],
     distances: Float[Tensor, "words vocabulary"],
+    kept: Path,
     tell: Tell,
 ) -> list[Moved]:
-    """Each word of a sentence, moved alone; proofs need the memory of one word at a time."""
+    """Each word of a sentence, moved alone; proofs need the memory of one word at a time, and each is kept."""
     method, answer, still = compositions[task.word_method], network(x).argmax(-1), torch.zeros_like(x[:, :1])
-    found: list[Moved] = []
+    found = _kept(kept)
     first: Centre | None = None
-    for i, text in enumerate(texts):
+    for i, text in enumerate(texts[len(found) :], len(found)):
         word = network.before(Place(x, [i]))
         began = time.perf_counter()
         centre = Centre(word, still, like=first)
@@ -261,9 +264,15 @@ def _words(
         nearest = _ATTACK(word, still, answer).radius.item()
         others = int((distances[i] <= radius).sum())
         found.append(Moved(text, radius, _finite(nearest), radii.methods[0], seconds, others))
+        write_text(kept, json.dumps([asdict(each) for each in found], allow_nan=False) + "\n")
         first = first or centre
         tell(0.9 * (i + 1) / len(texts))
     return found
+
+
+def _kept(path: Path) -> list[Moved]:
+    """The words of a sentence that were finished before an interruption."""
+    return [Moved(**each) for each in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
 
 
 def collect(task: Task) -> Measured | None:
