@@ -272,3 +272,20 @@ def test_auto_pgd_meets_the_exact_distance() -> None:
     assert not AutoPgd(steps=20)(logits, x, labels, nearest * 0.9999).any()
     with pytest.raises(InputError, match="steps is 0; expected at least 1"):
         AutoPgd(steps=0)
+
+
+@pytest.mark.parametrize(("size", "radius"), [(1.0, 1e-3), (10.0, 0.05)])
+def test_no_change_is_reported_beyond_the_radius(size: float, radius: float) -> None:
+    torch.manual_seed(0)
+    normal = torch.nn.functional.normalize(torch.randn(16, dtype=torch.float64), dim=0)
+    x = size * torch.randn(20, 4, 4)
+    # The boundary lies just outside every ball: rounding alone would cross it.
+    offset = (x.double().flatten(1) @ normal) - radius * (1 + 1e-9)
+
+    def logits(z: torch.Tensor) -> torch.Tensor:
+        lead = z.double().flatten(1) @ normal - offset.repeat_interleave(len(z) // len(offset))
+        return torch.stack([lead, torch.zeros_like(lead)], 1)
+
+    labels = torch.zeros(20, dtype=torch.int64)
+    assert not AutoPgd(steps=10)(logits, x, labels, torch.full((20,), radius)).any()
+    assert AutoPgd(steps=10)(logits, x, labels, torch.full((20,), 1.01 * radius)).all()

@@ -77,7 +77,8 @@ class AutoPgd:
             with torch.no_grad():
                 found = logits(moved)
             rival = found.scatter(1, answers[:, None], -torch.inf).amax(1)
-            changed |= rival >= found.gather(1, answers[:, None]).squeeze(1)
+            inside = _length(moved.double() - centre.double()) <= r.double()
+            changed |= inside.flatten() & (rival >= found.gather(1, answers[:, None]).squeeze(1))
         return changed.reshape(-1, count).any(1)
 
     def _climb(self, lead: _Lead, x: Tensor, r: Tensor, delta: Tensor) -> Tensor:
@@ -129,9 +130,9 @@ class _Lead:
 
 
 def _within(x: Tensor, delta: Tensor, r: Tensor) -> Tensor:
-    """The point x + δ, at a distance of at most r also after rounding."""
-    shrunk = (r / _length(delta)).clamp(max=1.0) - 16 * torch.finfo(x.dtype).eps
-    return x + delta * shrunk
+    """The point x + δ, drawn in by what its rounding may add."""
+    slack = torch.finfo(x.dtype).eps * (16 + _length(x) / r)
+    return x + delta * ((r / _length(delta)).clamp(max=1.0) - slack).clamp(min=0.0)
 
 
 def _onto(delta: Tensor, r: Tensor) -> Tensor:
