@@ -125,7 +125,7 @@ PATHS = {"values": (3, narrow(2, 2)), "queries": (4, narrow(246, 4)), "keys": (5
 def test_a_path_that_is_left_out_of_the_three_is_caught(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place, case = PATHS[path]
     radii = (1e-4, 0.03, 0.3)
-    reached, whole = attained(case.layer, case.x, radii), rows._norm_of_paths
+    reached, whole = attained(case.layer, case.x, radii), rows.norm_of_paths
 
     def forgetful(*given: Tensor) -> Tensor:
         return whole(*(each * 0 if i == place else each for i, each in enumerate(given)))
@@ -135,7 +135,7 @@ def test_a_path_that_is_left_out_of_the_three_is_caught(path: str, monkeypatch: 
         return found * torch.tensor(radii, dtype=torch.float64)
 
     assert bool((together() >= reached).all())
-    monkeypatch.setattr(rows, "_norm_of_paths", forgetful)
+    monkeypatch.setattr(rows, "norm_of_paths", forgetful)
     eps = torch.tensor(radii, dtype=torch.float64)
     a = Proved()
     value = a.number(bounds["rows"]._evaluate(a, case.layer, case.x, a.lift(eps)).value)
@@ -214,7 +214,7 @@ class Paths:
         self.values, self.queries = 1 + 0.2 * dice.normal(h).abs(), dice.normal(h, n).abs()
         near = torch.eye(n, dtype=torch.float64).roll(1, 1)
         self.pull = dice.normal(h, n, n).abs() * (0.05 + near)  # of row i by key j
-        self.share = rows._shares(self.pull.mT.square())
+        self.share = rows.shares(self.pull.mT.square())
         self.keys = (self.pull.mT.square() / self.share).sum(-1).sqrt()
 
     def moved(self, v: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ class Paths:
     def bound(self, *forgotten: str) -> float:
         norms = torch.linalg.matrix_norm(self.P, 2)
         paths = [getattr(self, path).unsqueeze(0) * (path not in forgotten) for path in ("values", "queries", "keys")]
-        return float(rows._norm_of_paths(self.P, norms, self.share, *paths))
+        return float(rows.norm_of_paths(self.P, norms, self.share, *paths))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -256,7 +256,7 @@ def test_nothing_moves_the_three_paths_farther_than_their_norm(seed: int) -> Non
 
 def test_paths_of_one_token_and_head_add_up() -> None:
     one = torch.ones(1, 1, 1, dtype=torch.float64)
-    found = rows._norm_of_paths(one, one[0, 0], one, 2 * one[0], 3 * one, 5 * one)
+    found = rows.norm_of_paths(one, one[0, 0], one, 2 * one[0], 3 * one, 5 * one)
     torch.testing.assert_close(found, 10 * one[0, 0], rtol=1e-12, atol=0)
 
 
@@ -293,10 +293,10 @@ def test_covers_are_covers_and_tight_for_two_keys() -> None:
     dice = Dice(0)
     p = torch.softmax(4 * dice.normal(400, 5), -1)
     q = (p * torch.exp(dice.normal(400, 5).abs())).clamp(max=1.0)
-    gap = torch.diag_embed(rows._cover(q)) - torch.diag_embed(p) + p.unsqueeze(-1) * p.unsqueeze(-2)
+    gap = torch.diag_embed(rows.cover(q)) - torch.diag_embed(p) + p.unsqueeze(-1) * p.unsqueeze(-2)
     assert float(torch.linalg.eigvalsh(gap).min()) >= -1e-12
     two = torch.softmax(4 * dice.normal(100, 2), -1)
-    gap = torch.diag_embed(rows._cover(two)) - torch.diag_embed(two) + two.unsqueeze(-1) * two.unsqueeze(-2)
+    gap = torch.diag_embed(rows.cover(two)) - torch.diag_embed(two) + two.unsqueeze(-1) * two.unsqueeze(-2)
     assert float(torch.linalg.eigvalsh(gap)[..., 0].abs().max()) < 1e-12
 
 
@@ -308,9 +308,9 @@ def test_norms_of_covariances_are_above_the_true_ones_and_near() -> None:
     for rows_of, ball in ((z, z), (moved, Ball(z, radius))):
         off = rows_of.unsqueeze(-3) - (p @ rows_of).unsqueeze(-2)
         true = torch.linalg.eigvalsh(off.mT @ (p.unsqueeze(-1) * off))[..., -1]
-        found = rows._covariance_norms(p, ball)
+        found = rows.covariance_norms(p, ball)
         assert bool((found >= true * (1 - 1e-14)).all())
-    exact = rows._covariance_norms(p, z)
+    exact = rows.covariance_norms(p, z)
     off = z.unsqueeze(-3) - (p @ z).unsqueeze(-2)
     true = torch.linalg.eigvalsh(off.mT @ (p.unsqueeze(-1) * off))[..., -1]
     assert bool((exact <= true * 1.05).all())
@@ -324,7 +324,7 @@ def test_radii_count_at_every_scale(size: float) -> None:
     radius = torch.full_like(z, 1e-3)
     farther = z + radius * torch.sign(off[:, 0])
     true = torch.linalg.vecdot(p[:, 0], (farther - p[:, :1] @ farther).squeeze(-1).square())
-    found = rows._covariance_norms(p, Ball(size * z, size * radius))
+    found = rows.covariance_norms(p, Ball(size * z, size * radius))
     assert bool((found[:, 0] / size**2 >= true * (1 - 1e-12)).all())
     assert bool((found[:, 0] / size**2 <= true * 1.1).all())
 
@@ -339,19 +339,19 @@ def test_norms_on_a_ball_from_those_at_its_centre() -> None:
     def top(w: Tensor) -> Tensor:
         return torch.linalg.eigvalsh(z.mT @ (w.unsqueeze(-1) * z))[..., -1].clamp(min=0)
 
-    found = rows._grown(top(base) * (1 + 1e-14), base, weights, z.square().sum(-1))
+    found = rows.grown(top(base) * (1 + 1e-14), base, weights, z.square().sum(-1))
     assert bool((found >= top(weights) * (1 - 1e-14)).all())
-    same = rows._grown(top(base), base, base, z.square().sum(-1))
+    same = rows.grown(top(base), base, base, z.square().sum(-1))
     torch.testing.assert_close(same, top(base), rtol=1e-9, atol=1e-200)
 
 
 def test_norms_of_probabilities() -> None:
     P = torch.softmax(3 * Dice(3).normal(20, 6, 6), -1)
-    found, true = rows._norm_of_probabilities(P), torch.linalg.matrix_norm(P, 2)
+    found, true = rows.norm_of_probabilities(P), torch.linalg.matrix_norm(P, 2)
     assert bool((found >= true).all())
     assert bool((found <= true * 1.02).all())
     shifts = torch.stack([torch.eye(6, dtype=torch.float64).roll(i, 1) for i in range(6)])
-    assert float(rows._norm_of_probabilities(shifts).max()) < 1 + 1e-12
+    assert float(rows.norm_of_probabilities(shifts).max()) < 1 + 1e-12
 
 
 def test_flat_spectra_take_more_squarings_and_nothing_depends_on_the_others() -> None:

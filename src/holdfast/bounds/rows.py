@@ -19,18 +19,21 @@ from holdfast.attention.layer import join_heads, project
 from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import Bound, Evaluation, register_bound
 from holdfast.bounds.over_ball import distances_from_means, log_growth
+from holdfast.bounds.row_norms import (
+    covariance_norms,
+    cover,
+    grown,
+    moment_norms,
+    norm_of_paths,
+    norm_of_probabilities,
+    shares,
+    up,
+)
 from holdfast.linalg import Array, Ball
-from holdfast.linalg.rounding import FLOOR, UNIT, as_ball, gamma
-from holdfast.linalg.squarings import gram_norm
+from holdfast.linalg.rounding import as_ball
 
-_SQUARINGS, _TOLERANCE = 5, 0.01  # of the norms of small matrices; five leave 3 % where 48 eigenvalues are equal
-_STEPS = 12  # of the iteration that proposes weights for ‖P_l‖
-_BLOCK = {"cpu": 2**18, "cuda": 2**27}  # numbers that small matrices take at a time: the cache of a CPU is small
 _LEAST_LOG, _LEAST_GROWTH = -650.0, 2.0**-44  # exp of the one, times the other, is a normal number
 _NEARLY = 0.9  # of the largest norm of a head: costs that head next to nothing, and the others count for less
-_LEAST_SHARE = 0.4  # of a row among those that draw on a key
-_TINY = 1e-60  # its square is far above all that underflows
-_SOME = 1e-4  # a key with less than this share in a row counts by its length alone
 
 
 @final
@@ -57,7 +60,7 @@ class Rows(Bound):
         here = a.once("rows", lambda: _at(a, layer, x))
         terms = here.terms(a.number(eps))
         apart = torch.stack([term for name, term in terms.items() if name != "together"]).sum(0)
-        value = _up(apart.minimum(terms["together"]) * a.number(eps))
+        value = up(apart.minimum(terms["together"]) * a.number(eps))
         return Evaluation(a.lift(value), {name: a.lift(term) for name, term in terms.items()})
 
 
@@ -129,12 +132,12 @@ def _joined(a: Arithmetic[Array], maps: Array) -> _Joined:
 
 def _scales(left: _Joined, right: _Joined) -> Float64[Tensor, "3 h"]:
     """What head l counts for, for each choice of t, where x_l with ‖x_l‖ <= ‖g W_l‖, unit g, are joined by two maps."""
-    return _up(left.factors * right.factors * (left.norm * right.norm).unsqueeze(-1))
+    return up(left.factors * right.factors * (left.norm * right.norm).unsqueeze(-1))
 
 
 def _over_heads(values: Float64[Tensor, "*b h"], left: _Joined, right: _Joined) -> Float64[Tensor, "*b"]:
     """A bound of the norm of heads x_l with ‖x_l‖ <= values_l ‖g W_l‖, joined by two maps, for unit g."""
-    return (_up(values).unsqueeze(-2) * _scales(left, right)).amax(-1).amin(-1)
+    return (up(values).unsqueeze(-2) * _scales(left, right)).amax(-1).amin(-1)
 
 
 # -- the layer at x
@@ -190,18 +193,18 @@ class _Here:
         own = radii.shape[:-1] or (1,) * self.fixed.ndim
         r = radii.movedim(-1, 0).reshape(-1, *own)
         q = self._probabilities(r[..., None, None, None])
-        d = _cover(q)
+        d = cover(q)
         damping = d.amax(-1).clamp(max=0.5).sqrt()
-        spread = _grown(self.value_top, self.p, q, self.value_far).minimum(self.value_far.amax(-1)).sqrt()
-        omega = _up(spread + damping * r[..., None, None] * self.maps.value.each.unsqueeze(-1))
-        kappa = _grown(self.key_top, self.p, q, self.key_far).minimum(self.key_far.amax(-1)).sqrt()
-        drawn = _up(omega.square().unsqueeze(-1) * d).mT
+        spread = grown(self.value_top, self.p, q, self.value_far).minimum(self.value_far.amax(-1)).sqrt()
+        omega = up(spread + damping * r[..., None, None] * self.maps.value.each.unsqueeze(-1))
+        kappa = grown(self.key_top, self.p, q, self.key_far).minimum(self.key_far.amax(-1)).sqrt()
+        drawn = up(omega.square().unsqueeze(-1) * d).mT
         keys, shared = (
-            _grown(self.drawn_top, self.drawn, each, self.query_length).sqrt() for each in (drawn, drawn / self.share)
+            grown(self.drawn_top, self.drawn, each, self.query_length).sqrt() for each in (drawn, drawn / self.share)
         )
-        bent, Q, K, out = _up((omega * damping).amax(-1)), self.maps.query, self.maps.key, self.maps.output
+        bent, Q, K, out = up((omega * damping).amax(-1)), self.maps.query, self.maps.key, self.maps.output
         bilinear = _over_heads(bent * Q.each, out, K).minimum(_over_heads(bent * K.each, out, Q))
-        queries = _up(omega * (kappa + damping * r[..., None, None] * K.each.unsqueeze(-1)))
+        queries = up(omega * (kappa + damping * r[..., None, None] * K.each.unsqueeze(-1)))
         found = {
             "fixed": self.fixed.expand(r.shape[:1] + self.fixed.shape),
             "queries": _over_heads((omega * kappa).amax(-1), out, Q),
@@ -209,7 +212,7 @@ class _Here:
             "bilinear": bilinear * r,
             "together": self._together(queries, shared) + self.residual,
         }
-        return {name: _up(term).movedim(0, -1) for name, term in found.items()}
+        return {name: up(term).movedim(0, -1) for name, term in found.items()}
 
     def _together(self, queries: Float64[Tensor, "e *b h n"], keys: Float64[Tensor, "e *b h n"]) -> Tensor:
         """(e, b…) a bound of the three paths together: one token does not pass all of them at their best."""
@@ -220,7 +223,7 @@ class _Here:
         best = torch.as_tensor(whole).argmin(-1)  # any choice serves, but it is that of all three
         value, query, key = (scale[best] for scale in scales)
         scaled = queries * query.unsqueeze(-1), keys * key.unsqueeze(-1)
-        return _norm_of_paths(self.P, self.norms, self.share, value, *scaled)
+        return norm_of_paths(self.P, self.norms, self.share, value, *scaled)
 
     def _probabilities(self, r: Tensor) -> Tensor:
         """(e, b…, h, n, n) q_lij >= the mean of p_lij between the scores, everywhere on the balls.
@@ -255,17 +258,17 @@ def _at(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> _Here:
     )
     log_p = a.number(scores.log_softmax(-1))
     p = as_ball(P).mid
-    value_top, key_top = _covariance_norms(p, value), _covariance_norms(p, key)
+    value_top, key_top = covariance_norms(p, value), covariance_norms(p, key)
     exact = a.lift(p)
     value_far, key_far = (_hidden(a.number(distances_from_means(exact, z @ z.mT)), masked) for z in (value, key))
-    drawn = _up(value_top.unsqueeze(-1) * _cover(p)).mT
+    drawn = up(value_top.unsqueeze(-1) * cover(p)).mT
     query_length = a.number(query.square().sum(-1)).unsqueeze(-2)
     above = a.number(P).clamp(max=1.0)
-    norms = _norm_of_probabilities(above)
+    norms = norm_of_probabilities(above)
     return _Here(
         maps=maps,
         residual=abs(layer.residual),
-        fixed=_up(_over_heads(norms, maps.output, maps.value) + abs(layer.residual)),
+        fixed=up(_over_heads(norms, maps.output, maps.value) + abs(layer.residual)),
         P=above,
         norms=norms,
         p=p,
@@ -278,9 +281,9 @@ def _at(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> _Here:
         value_far=value_far,
         key_far=key_far,
         drawn=drawn,
-        drawn_top=_moment_norms(drawn, query),
+        drawn_top=moment_norms(drawn, query),
         query_length=query_length,
-        share=_shares(drawn * query_length),
+        share=shares(drawn * query_length),
     )
 
 
@@ -291,126 +294,3 @@ def _centred(z: Array) -> Array:
 
 def _hidden(x: Tensor, masked: Tensor | None) -> Tensor:
     return (x if masked is None else x.masked_fill(masked, 0.0)).clamp(min=0.0)
-
-
-# -- norms of many small matrices
-
-
-def _covariance_norms(p: Float64[Tensor, "*b n m"], z: Array) -> Float64[Tensor, "*b n"]:
-    """λ_max(Σ_j p_ij (z_j - c_i)(z_j - c_i)ᵀ), c_i = Σ_j p_ij z_j, for rows z (…, m, k) and probabilities p."""
-    return _moment_norms(p, z, off=(p.sum(-1) - 1).abs())
-
-
-def _moment_norms(weights: Float64[Tensor, "*b n m"], z: Array, off: Tensor | None = None) -> Float64[Tensor, "*b n"]:
-    """λ_max(Σ_j w_ij z_j z_jᵀ) for rows z (…, m, k) and weights that are not negative.
-
-    Where the weights are probabilities, whose sum is `off` (…, n) from 1, of z_j - c_i with c_i = Σ_j w_ij z_j: that is
-    Σ_j w_ij z_j z_jᵀ - (2 - S_i) c_i c_iᵀ for the sum S_i.
-
-    With T = Σ_j w_ij ‖z_j‖² and E the same of the radii of z, the first part is known within γT + 2√(TE) + E, in the
-    Frobenius norm, and the second within twice that and `off` T.
-    """
-    ball = as_ball(z)
-    batch, (n, m), k = weights.shape[:-2], weights.shape[-2:], z.shape[-1]
-    length, radius = ball.mid.square().sum(-1), ball.rad.square().sum(-1) + k * FLOOR
-    T, E = ((weights @ each.unsqueeze(-1)).squeeze(-1) for each in (length, radius))
-    error = gamma(m + 8) * T + 2 * T.sqrt() * E.sqrt() + E
-    if off is not None:
-        error = 4 * error + off * T
-    error = error * 1.01
-    rows, each = ball.mid.expand(*batch, m, k).flatten(0, -3), weights.flatten(0, -3)
-    found, step = [], max(1, _BLOCK.get(rows.device.type, 2**22) // (max(n, m) * k * k))
-    for start in range(0, len(rows), step):
-        block, w = rows[start : start + step], each[start : start + step]
-        moments = (w @ (block.unsqueeze(-1) * block.unsqueeze(-2)).flatten(-2, -1)).reshape(-1, n, k, k)
-        if off is not None:
-            mean = w @ block
-            moments -= mean.unsqueeze(-1) * mean.unsqueeze(-2)
-        at = error.flatten(0, -2)[start : start + step]
-        found.append(gram_norm(moments, at, _SQUARINGS, _TOLERANCE))
-    return _up(torch.cat(found).square()).reshape(*batch, n)
-
-
-def _norm_of_probabilities(P: Float64[Tensor, "*b n n"]) -> Float64[Tensor, "*b"]:
-    """A bound of ‖P‖ for entries that are not negative: ‖P‖² <= max_j (PᵀPw)_j / w_j for every w > 0.
-
-    (Collatz and Wielandt; w = 1 gives ‖P‖_1 ‖P‖_∞.) Powers of PᵀP on 1 make it smaller and smaller.
-    """
-    w = torch.ones_like(P[..., :1])
-    best = torch.full_like(P[..., 0, 0], torch.inf)
-    for _ in range(_STEPS):
-        grown = P.mT @ (P @ w)
-        best = torch.minimum(best, (grown / w).amax((-2, -1)))
-        w = (grown / grown.amax((-2, -1), keepdim=True)).clamp(min=1e-12)
-    return _up(best, 2 * P.shape[-1]).sqrt() * (1 + 2 * UNIT)
-
-
-def _shares(drawn: Float64[Tensor, "*b n n"]) -> Float64[Tensor, "*b n n"]:
-    """A row that a key hardly draws counts less than the row that it draws most, which counts 1."""
-    return (drawn / drawn.amax(-1, keepdim=True)).nan_to_num(nan=1.0).sqrt().sqrt().clamp(_LEAST_SHARE, 1.0)
-
-
-def _norm_of_paths(
-    P: Float64[Tensor, "*b h n n"],
-    norms: Float64[Tensor, "*b h"],
-    share: Float64[Tensor, "*b h n n"],
-    values: Float64[Tensor, "e *b h"],
-    queries: Float64[Tensor, "e *b h n"],
-    keys: Float64[Tensor, "e *b h n"],
-) -> Float64[Tensor, "*e"]:
-    """A bound of the norm of all rows and heads, each moved by its values, its query and its keys (Lemma 7).
-
-    It is that of c_l² P_l diag(1/θ) P_lᵀ + diag_i(a_li²/θ'_i + max_j s_lji b_lj²/θ''_j), θ + θ' + θ'' = 1, which has no
-    negative entries (Collatz and Wielandt, as for P alone). Any θ serve; each is as large as its path.
-    """
-    through = (values * norms).amax(-1)[..., None, None].clamp(min=_TINY)
-    by_query, by_keys = (each.amax(-2, keepdim=True).clamp(min=_TINY) for each in (queries, keys))
-    whole = through + by_query + by_keys
-    drawn = (share * (keys.square() * (whole / by_keys)).unsqueeze(-1)).amax(-2)
-    diagonal = (queries.square() * (whole / by_query) + drawn).movedim(0, -1)
-    weight, c2 = (whole / through).movedim(0, -1), values.square().unsqueeze(-1).movedim(0, -1)
-    w, best = torch.ones_like(diagonal), torch.full_like(diagonal[..., 0, :], torch.inf)
-    for _ in range(_STEPS):
-        grown = c2 * (P @ ((P.mT @ w) * weight)) + diagonal * w
-        best = torch.minimum(best, (grown / w).amax(-2))
-        w = (grown / grown.amax(-2, keepdim=True).clamp(min=_TINY)).clamp(min=1e-12)
-    found = _up(best.amax(-2), 4 * P.shape[-1]).sqrt().movedim(-1, 0) * (1 + 2 * UNIT)
-    return found.masked_fill(found.isnan(), torch.inf)  # beyond the range of float64
-
-
-# -- from the norms at X to those on a ball
-
-
-def _cover(q: Float64[Tensor, "*b n"]) -> Float64[Tensor, "*b n"]:
-    """Weights d with Var_p(f) <= Σ_j d_j f_j² for all probabilities p <= q (docs/math/second-order.md, Lemma 5).
-
-    It is q, or where one key has more than R, the sum of the others: 2 q_1 R/(q_1 + R) there, q_j 2 q_1/(q_1 + R) else.
-    """
-    first, index = q.max(-1, keepdim=True)
-    rest = (_up(q.sum(-1, keepdim=True), q.shape[-1]) - first).clamp(0.0, 1.0)
-    t = ((first - rest) / (first + rest)).clamp(min=0.0)  # any number from 0 on serves
-    own = first / (first / (rest * (1 / t + 1)) + 1)
-    return _up((q * (1 + t)).scatter(-1, index, own))
-
-
-def _grown(top: Tensor, base: Tensor, weights: Tensor, size: Tensor) -> Tensor:
-    """A bound of λ_max(Σ_j w_j z_j z_jᵀ) from top >= λ_max(Σ_j base_j z_j z_jᵀ) and size_j >= ‖z_j‖².
-
-    w <= ρ base + (w - ρ base)_+ for every ρ, so ρ top + Σ_j (w_j - ρ base_j)_+ size_j is one; the best of a few ρ.
-    """
-    weights = weights * (1 + 2.0**-44)  # pays for the difference
-    part = base * size
-    whole = part.sum(-1)
-    mean = (weights * size).sum(-1) / whole
-    most = (weights / base).masked_fill_(part <= _SOME * whole.unsqueeze(-1), 0.0).amax(-1)
-    best = (weights * size).sum(-1)
-    for rho in (mean, (mean * most).sqrt(), most):
-        rho = rho.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        beyond = torch.addcmul(weights, base, rho.unsqueeze(-1), value=-1.0).clamp_(min=0.0).mul_(size).sum(-1)
-        best = torch.minimum(best, rho * top + beyond)
-    return _up(best, size.shape[-1])
-
-
-def _up(x: Tensor, terms: int = 0) -> Tensor:
-    """Pays for the rounding, and underflows, of sums of `terms` numbers >= 0 and of up to 2⁸ other operations."""
-    return x * (1 + 2.0**-44 + 2 * terms * UNIT) + 2.0**-1000
