@@ -376,7 +376,7 @@ def test_what_weights_give_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> 
     layer, x = layer_of(5, 8, 2, seed=5)
     asked: list[str] = []
     whole = rows._maps
-    monkeypatch.setattr(rows, "_maps", lambda a, layer: asked.append(a.guarantee) or whole(a, layer))
+    monkeypatch.setattr(rows, "_maps", lambda a, *rest: asked.append(a.guarantee) or whole(a, *rest))
     arithmetics: tuple[Arithmetic[Any], ...] = (Proved(), Proved(), Numerical(), Numerical())
     for a in arithmetics:
         Attention(layer).reach(a, x, a.lift(torch.tensor([0.1], dtype=torch.float64)), "rows")

@@ -15,7 +15,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from holdfast.attention import AttentionLayer
-from holdfast.attention.layer import join_heads, project
+from holdfast.attention.layer import Weights, join_heads, project
 from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import Bound, Evaluation, register_bound
 from holdfast.bounds.over_ball import distances_from_means, log_growth
@@ -107,9 +107,8 @@ class _Maps(Generic[Array]):
     scores: Array
 
 
-def _maps(a: Arithmetic[Array], layer: AttentionLayer) -> _Maps[Array]:
-    w = layer.weights(a.lift(layer.w_q.new_zeros(())))
-    w_q, w_k = w.w_q * layer.scale, w.w_k
+def _maps(a: Arithmetic[Array], w: Weights[Array], scale: float) -> _Maps[Array]:
+    w_q, w_k = w.w_q * scale, w.w_k
     return _Maps(
         query=_joined(a, w_q),
         key=_joined(a, w_k),
@@ -241,8 +240,8 @@ class _Here:
 def _at(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> _Here:
     X = a.lift(x)
     weights = (layer.w_q, layer.w_k, layer.w_v, layer.w_o)
-    maps = a.of_weights(f"rows, scale {layer.scale}", weights, lambda: _maps(a, layer))
     w, allowed = layer.weights(X), layer.allowed(x.shape[-2])
+    maps = a.of_weights(f"rows, scale {layer.scale}, on {x.device}", weights, lambda: _maps(a, w, layer.scale))
     masked = None if allowed is None else ~allowed.to(x.device).unsqueeze(-3)
     query = project(X, w.w_q, w.b_q) * layer.scale
     key, value = (_centred(project(X, each, None)) for each in (w.w_k, w.w_v))
