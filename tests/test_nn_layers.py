@@ -20,6 +20,7 @@ from holdfast.nn import (
     MaxMin,
     MeanPool,
     MergedTokens,
+    Neighbourhoods,
     Patches,
     PositionCodes,
     SelfAttention,
@@ -32,6 +33,7 @@ from holdfast.nn import (
 )
 from holdfast.nn.content import content_off, content_use
 from holdfast.nn.manifold import direction, nearest_orthonormal
+from holdfast.nn.pieces import Rearrangement
 
 WIDTH, TOKENS = 6, 4
 KINDS = ["orthogonal", "orthogonal-torch", "sll"]
@@ -68,6 +70,8 @@ LAYERS = {
     "mean": lambda: MeanPool(TOKENS),
     "flat": lambda: Flattened(TOKENS, WIDTH),
     "shifts": lambda: Shifts((2, 2), WIDTH),
+    "neighbourhoods": lambda: Neighbourhoods((2, 2), WIDTH),
+    "convolution": lambda: Chain(Neighbourhoods((2, 2), WIDTH), Linear(9 * WIDTH, WIDTH)),
     "merged": lambda: MergedTokens((2, 2), WIDTH, 2),
     "chain": lambda: Chain(Linear(WIDTH, WIDTH, norm=0.5), Entrywise(WIDTH, "abs"), Linear(WIDTH, WIDTH, kind="sll")),
 }
@@ -205,6 +209,27 @@ def test_shifts_with_an_orthogonal_map_are_a_circular_convolution():
     image = torch.nn.functional.pad(x.mT.reshape(2, width, *grid), (1, 1, 1, 1), mode="circular")
     expected = torch.nn.functional.conv2d(image, kernel).flatten(2).mT
     assert torch.allclose(mix(shifts(x)), expected, atol=1e-5)
+
+
+def test_neighbourhoods_with_a_map_are_a_circular_convolution():
+    torch.manual_seed(0)
+    grid, width = (5, 6), 4
+    around, mix = Neighbourhoods(grid, width), Linear(9 * width, 7, bias=False)
+    x = torch.randn(2, 30, width)
+    kernel = mix.weight.detach().reshape(7, 3, 3, width).permute(0, 3, 1, 2) / 3
+    image = torch.nn.functional.pad(x.mT.reshape(2, width, *grid), (1, 1, 1, 1), mode="circular")
+    expected = torch.nn.functional.conv2d(image, kernel).flatten(2).mT
+    assert torch.allclose(mix(around(x)), expected, atol=1e-6)
+
+
+def test_neighbourhoods_keep_the_norm():
+    x = torch.randn(3, 12, 5, dtype=torch.float64)
+    assert torch.allclose(Neighbourhoods((3, 4), 5)(x).norm(), x.norm())
+
+
+def test_an_index_that_uses_an_entry_too_often_is_refused():
+    with pytest.raises(InputError, match="does not use every entry"):
+        Rearrangement(torch.tensor([[0, 1], [1, 2]]), (2, 2))
 
 
 @pytest.mark.parametrize(("grid", "heads"), [((4, 4), 8), ((1, 7), 4), ((2, 2), 6)])

@@ -16,6 +16,7 @@ from holdfast.storage import Pathlike
 CONFIGS = Path(__file__).with_name("configs")
 
 InputKind = Literal["image", "words"]
+Stem = Literal["shifts", "convolutions"]
 Positions = Literal["added", "scores"]
 Projection = Literal["none", "hard", "smooth"]
 FeedForward = Literal["sll", "maps"]
@@ -43,7 +44,8 @@ class ModelConfig:
         tokens: words of a sentence.
         vocabulary: number of word ids.
         word_norm: largest length of a word's embedding; 0 leaves it free.
-        stem_layers: orthogonal 3 × 3 convolutions between patches of 2 × 2 pixels and the tokens; 0 for plain patches.
+        stem: "shifts" of channels and orthogonal maps, or "convolutions" with whole kernels of gain 1.
+        stem_layers: 3 × 3 convolutions between patches of 2 × 2 pixels and the tokens; 0 for plain patches.
         stem_width: their channels.
         maps: how linear maps keep their norm.
         attention_norm: limit of ‖W^V‖ and of ‖W^O‖.
@@ -75,6 +77,7 @@ class ModelConfig:
     tokens: int = 32
     vocabulary: int = 0
     word_norm: float = 0.0
+    stem: Stem = "shifts"
     stem_layers: int = 0
     stem_width: int = 192
     maps: MapKind = "orthogonal"

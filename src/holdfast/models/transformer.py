@@ -24,6 +24,7 @@ from holdfast.nn import (
     MaxMin,
     MeanPool,
     MergedTokens,
+    Neighbourhoods,
     Patches,
     PositionCodes,
     SelfAttention,
@@ -112,14 +113,17 @@ def _centred(pixels: Linear) -> Linear:
 
 
 def _stem(c: ModelConfig) -> list[Layer]:
-    """Patches of 2 × 2 pixels, orthogonal convolutions, and squares of their tokens merged."""
+    """Patches of 2 × 2 pixels, 3 × 3 convolutions of gain 1, and squares of their tokens merged."""
     if c.patch % 2:
         raise InputError(f"patch is {c.patch}; a stem of convolutions needs an even one")
     first = Patches(c.channels, c.side, 2)
     grid = (c.side // 2, c.side // 2)
     layers: list[Layer] = [first, _centred(Linear(first.width, c.stem_width, kind=c.maps))]
     for _ in range(c.stem_layers):
-        layers += [Shifts(grid, c.stem_width), Linear(c.stem_width, c.stem_width, kind=c.maps)]
+        if c.stem == "shifts":
+            layers += [Shifts(grid, c.stem_width), Linear(c.stem_width, c.stem_width, kind=c.maps)]
+        else:
+            layers += [Neighbourhoods(grid, c.stem_width), Linear(9 * c.stem_width, c.stem_width, kind=c.maps)]
         layers.append(_activation(c, c.stem_width))
     merged = MergedTokens(grid, c.stem_width, c.patch // 2)
     return [*layers, merged, Linear(merged.width * merged.factor**2, c.width, kind=c.maps)]

@@ -5,7 +5,7 @@ parametrisations, which `plain` removes, or by steps on the manifold, which `Man
 """
 
 from holdfast.nn.activations import Entrywise, MaxMin
-from holdfast.nn.arrangement import Flattened, MergedTokens, Patches, Shifts, shift_scores
+from holdfast.nn.arrangement import Flattened, MergedTokens, Neighbourhoods, Patches, Shifts, shift_scores
 from holdfast.nn.attention import SelfAttention
 from holdfast.nn.layer import Chain, Layer, plain
 from holdfast.nn.linear import Linear, UnitRowHead, manifold_parameters
@@ -25,6 +25,7 @@ __all__ = [
     "MaxMin",
     "MeanPool",
     "MergedTokens",
+    "Neighbourhoods",
     "Patches",
     "PositionCodes",
     "SelfAttention",

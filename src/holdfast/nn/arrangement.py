@@ -1,10 +1,10 @@
-"""Layers that move entries and change none: they are isometries whatever follows them."""
+"""Layers that move entries, or repeat all of them equally often: isometries, whatever follows them."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from jaxtyping import Float
@@ -21,7 +21,9 @@ _RING = ((0, 0), (0, 1), (1, 0), (0, -1), (-1, 0), (1, 1), (1, -1), (-1, 1), (-1
 
 
 class Arrangement(Layer):
-    """Entries in another order: a kind writes `forward` and the shape that it takes."""
+    """Every entry in `root`² places, divided by `root`: a kind writes `arrange` and the shape that it takes."""
+
+    root: ClassVar[int] = 1
 
     @property
     @final
@@ -33,12 +35,20 @@ class Arrangement(Layer):
     def shape(self) -> tuple[int, ...]:
         """Of one input."""
 
+    @abstractmethod
+    def arrange(self, x: Tensor) -> Tensor:
+        """The entries in their new places."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens (b, n, d), or what the kind takes."""
+        return self.arrange(x if self.root == 1 else x / self.root)
+
     @final
     def pieces(self) -> tuple[Piece, ...]:
         # Sent through the module itself, the numbers of the entries say where each of them goes.
         rows = self.shape[0]
         numbers = torch.arange(math.prod(self.shape)).reshape(1, *self.shape)
-        return (Rearrangement(self(numbers)[0], (rows, numbers.numel() // rows)),)
+        return (Rearrangement(self.arrange(numbers)[0], (rows, numbers.numel() // rows), self.root),)
 
 
 @final
@@ -65,7 +75,7 @@ class Patches(Arrangement):
         """Of a token."""
         return self.channels * self.patch**2
 
-    def forward(self, images: Tensor) -> Tensor:
+    def arrange(self, images: Tensor) -> Tensor:
         """Images of one channel may come as (b, side, side)."""
         if images.numel() != len(images) * math.prod(self.shape):
             raise InputError(
@@ -90,7 +100,7 @@ class MergedTokens(Arrangement):
     def shape(self) -> tuple[int, ...]:
         return (math.prod(self.grid), self.width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def arrange(self, x: Tensor) -> Tensor:
         """Tokens, row by row of the grid."""
         f, (rows, columns) = self.factor, self.grid
         split = x.reshape(-1, rows // f, f, columns // f, f, self.width).permute(0, 1, 3, 2, 4, 5)
@@ -112,11 +122,35 @@ class Shifts(Arrangement):
     def shape(self) -> tuple[int, ...]:
         return (math.prod(self.grid), self.width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def arrange(self, x: Tensor) -> Tensor:
         """Tokens, row by row of the grid."""
         groups = x.reshape(-1, *self.grid, self.width).tensor_split(len(_RING), -1)
         moved = [group.roll(step, (1, 2)) for group, step in zip(groups, _RING, strict=True)]
         return torch.cat(moved, -1).flatten(1, 2)
+
+
+@final
+class Neighbourhoods(Arrangement):
+    """Every token beside its eight neighbours on the grid, around its edges: (b, n, d) to (b, n, 9 d), divided by 3.
+
+    Followed by a map of 9 d channels it is a 3 × 3 convolution, and its gain is that of the map. It can do more than
+    `Shifts`, and keeps less: a map from 9 d channels to d loses part of its input.
+    """
+
+    root = 3
+
+    def __init__(self, grid: tuple[int, int], width: int) -> None:
+        super().__init__()
+        self.grid, self.width = grid, width
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (math.prod(self.grid), self.width)
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """Tokens, row by row of the grid."""
+        square = x.reshape(-1, *self.grid, self.width)
+        return torch.cat([square.roll(step, (1, 2)) for step in sorted(_RING, reverse=True)], -1).flatten(1, 2)
 
 
 @final
@@ -131,7 +165,7 @@ class Flattened(Arrangement):
     def shape(self) -> tuple[int, ...]:
         return self._shape
 
-    def forward(self, x: Tensor) -> Tensor:
+    def arrange(self, x: Tensor) -> Tensor:
         """Tokens."""
         return x.flatten(1).unsqueeze(1)
 

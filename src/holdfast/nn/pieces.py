@@ -18,31 +18,40 @@ from holdfast.network.base import LinearPiece, Piece, SmoothPiece
 
 @final
 class Rearrangement(LinearPiece):
-    """Entries of a token matrix in another order and shape: patches, shifts of channels over a grid, flattening.
+    """Entries of a token matrix in other places: patches, neighbours on a grid, flattening.
+
+    Every entry stands in the output root² times, divided by root: ‖f(u)‖ = ‖u‖.
 
     Args:
         index: (m, c) where each entry of the output comes from, in the flattened input.
         shape: (n, d) of the input.
+        root: of the number of places of an entry.
     """
 
-    def __init__(self, index: Int64[Tensor, "m c"], shape: tuple[int, int]) -> None:
-        places = torch.arange(index.numel(), device=index.device)
-        if index.numel() != math.prod(shape) or not torch.equal(index.flatten().sort().values, places):
-            raise InputError(f"an index of shape {tuple(index.shape)} does not use every entry of {shape} once")
-        self._index = index
-        self._inverse = index.flatten().argsort().reshape(shape)
+    def __init__(self, index: Int64[Tensor, "m c"], shape: tuple[int, int], root: int = 1) -> None:
+        places = torch.arange(math.prod(shape), device=index.device).repeat_interleave(root**2)
+        order = index.flatten().sort(stable=True)
+        if not torch.equal(order.values, places):
+            times = f"{root**2} times" if root > 1 else "once"
+            raise InputError(f"an index of shape {tuple(index.shape)} does not use every entry of {shape} {times}")
+        self._index, self._root = index, root
+        self._inverse = order.indices.reshape(*shape, root**2)
 
     def norm(self, a: Arithmetic[Array]) -> Array:
         return a.lift(torch.ones((), dtype=torch.float64, device=self._index.device))
 
     def value(self, u: Array) -> Array:
-        return u.flatten(-2, -1)[..., self._index.to(u.device)]
+        return self._shared(u).flatten(-2, -1)[..., self._index.to(u.device)]
 
     def push(self, u: Array, a: Array) -> Array:
         return self.value(a)
 
     def pull(self, u: Array, c: Array) -> Array:
-        return c.flatten(-2, -1)[..., self._inverse.to(c.device)]
+        back = c.flatten(-2, -1)[..., self._inverse.to(c.device)]
+        return back[..., 0] if self._root == 1 else self._shared(back.sum(-1))
+
+    def _shared(self, u: Array) -> Array:
+        return u if self._root == 1 else u / float(self._root)
 
 
 @final
