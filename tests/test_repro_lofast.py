@@ -20,6 +20,7 @@ from holdfast.errors import HoldfastError, InputError, SoundnessError
 from holdfast.repro import lofast, lofast_figure
 from holdfast.repro.processes import Tell, side_by_side
 from holdfast.results import Guarantee
+from holdfast.train.config import agrees
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -208,9 +209,9 @@ def test_a_certificate_that_an_attack_breaks_is_refused() -> None:
 def test_a_config_without_later_keys_is_the_same() -> None:
     asked = {"train": {"epochs": 3, "losses": [{"kind": "emma", "new": 0}]}, "model": {"width": 8}}
     stored = {"train": {"epochs": 3, "losses": [{"kind": "emma"}]}, "model": {"width": 8}}
-    assert lofast._agrees(stored, asked)
-    assert not lofast._agrees(asked, stored)
-    assert not lofast._agrees(stored | {"model": {"width": 16}}, asked)
+    assert agrees(stored, asked)
+    assert not agrees(asked, stored)
+    assert not agrees(stored | {"model": {"width": 16}}, asked)
 
 
 def test_results_survive_their_file(tmp_path: Path) -> None:

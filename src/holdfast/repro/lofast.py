@@ -31,7 +31,7 @@ from holdfast.report.numbers import down, up
 from holdfast.repro.processes import Tell
 from holdfast.results import Guarantee
 from holdfast.storage import write_text
-from holdfast.train.config import TrainingConfig, read_training
+from holdfast.train.config import TrainingConfig, agrees, read_training
 from holdfast.train.loop import Progress, train
 
 LOFAST = "lofast"
@@ -263,18 +263,9 @@ def finished(member: Member, folder: Path) -> Measured | None:
         return None
     found = read(path)
     same = (found.methods, found.inputs) == (member.methods, member.inputs)
-    if not same or not _agrees(found.config, member.config.to_dict()):
+    if not same or not agrees(found.config, member.config.to_dict()):
         raise InputError(f"{path} was made with other settings; move it away, or give another --out")
     return found
-
-
-def _agrees(stored: Any, asked: Any) -> bool:
-    """Whether two configs say the same; what an older one does not name yet is no difference."""
-    if isinstance(stored, dict):
-        return all(key in asked and _agrees(value, asked[key]) for key, value in stored.items())
-    if isinstance(stored, list):
-        return len(stored) == len(asked) and all(map(_agrees, stored, asked))
-    return bool(stored == asked)
 
 
 def read(path: Path) -> Measured:

@@ -34,7 +34,7 @@ from holdfast.network.embedding import Place
 from holdfast.network.network import Network
 from holdfast.repro.processes import Tell
 from holdfast.storage import write_text
-from holdfast.train.config import TrainingConfig
+from holdfast.train.config import TrainingConfig, agrees
 from holdfast.train.loop import train
 
 _CHOICE = 0  # the seed that chooses sentences: the same order for every model
@@ -83,7 +83,7 @@ class Task:
         if not (self.folder / "model.safetensors").exists():
             return False
         stored = json.loads((self.folder / "run.json").read_text(encoding="utf-8"))["config"]
-        if stored != json.loads(json.dumps(self.config.to_dict())):
+        if not agrees(stored, self.config.to_dict()):
             raise InputError(f"{self.folder} holds a model of another config; move it away, or give another --models")
         return True
 

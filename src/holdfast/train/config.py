@@ -167,3 +167,12 @@ def _read(path: Path) -> dict[str, Any]:
     if missing:
         raise InputError(f"{path} has no {' and no '.join(missing)}; a training needs [model], [data] and [train]")
     return tables
+
+
+def agrees(stored: Any, asked: Any) -> bool:
+    """Whether two configs say the same; what an older one does not name yet is no difference."""
+    if isinstance(stored, dict):
+        return all(key in asked and agrees(value, asked[key]) for key, value in stored.items())
+    if isinstance(stored, list):
+        return len(stored) == len(asked) and all(map(agrees, stored, asked))
+    return bool(stored == asked)
