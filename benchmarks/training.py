@@ -1,4 +1,4 @@
-"""What a slope in the loss costs: images a second of one training step of the CIFAR-10 models, forward to optimiser.
+"""What a slope in the loss costs: images a second of one training step of a CIFAR-10 model, forward to optimiser.
 
 On the CPU one thread, float32, and CPU time; on a GPU, if there is one, bf16 and torch.compile, and wall time. Every
 round takes some steps with each loss in turn, and the ratio to cross-entropy is taken within its round.
@@ -24,11 +24,12 @@ from holdfast.train.losses import CrossEntropy, Emma, Loss, Pgd
 from holdfast.train.objective import Objective
 from holdfast.train.slopes import Gains, Jacobian, MarginGradient, SecondOrder
 
-MODELS = {"cpu": ("cifar10-smooth",), "cuda": ("cifar10-stem", "cifar10-patches", "cifar10-smooth")}
+MODEL = "cifar10-smooth"
 PLAIN = "cross-entropy"
 LOSSES: dict[str, Loss] = {
     PLAIN: CrossEntropy(),
     "emma, gains": Emma(slope=Gains()),
+    "emma, gains of 16 inputs": Emma(slope=Gains(sample=16)),
     "emma, jacobian": Emma(slope=Jacobian()),
     "emma, margin gradient": Emma(slope=MarginGradient(curvature=0.0)),
     "emma, margin gradient and curvature": Emma(slope=MarginGradient()),
@@ -41,10 +42,10 @@ ROUNDS = 5
 class Steps:
     """A model, a batch of random images and what steps the model."""
 
-    def __init__(self, name: str, loss: Loss, device: str, batch: int) -> None:
+    def __init__(self, loss: Loss, device: str, batch: int) -> None:
         torch.manual_seed(0)
         gpu = device != "cpu"
-        model = Transformer(config(name)).to(device)
+        model = Transformer(config(MODEL)).to(device)
         self._objective = Objective(model, (loss,), bf16=gpu)
         if gpu:
             self._objective.compile()
@@ -78,19 +79,22 @@ def run(*, quick: bool = False) -> None:
     console, found = Console(), []
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         batch, count = (256, 20) if device == "cuda" else (8 if quick else 64, 1)
-        for name in MODELS[device][-1:] if quick else MODELS[device]:
-            steps = {title: Steps(name, loss, device, batch) for title, loss in LOSSES.items()}
-            for each in steps.values():
-                each.seconds(1)  # the first call loads, and compiles, code
-            rounds = [
-                {title: each.seconds(count) for title, each in steps.items()}
-                for _ in track(range(1 if quick else ROUNDS), f"{name} on {device}", console=console)
-            ]
-            found.append({"model": name, "device": device, "batch": batch, "summary": _summary(rounds, batch)})
-            console.print(_table(found[-1]))
+        steps = {title: Steps(loss, device, batch) for title, loss in LOSSES.items()}
+        for each in steps.values():
+            each.seconds(1)  # the first call loads, and compiles, code
+        found.append(measured(steps, device, batch, 1 if quick else ROUNDS, count))
+        console.print(_table(found[-1]))
     if not quick:
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         console.print(f"written to {save('training', {'machine': machine() | {'gpu': gpu}, 'models': found})}")
+
+
+def measured(steps: dict[str, Steps], device: str, batch: int, rounds: int, count: int) -> dict[str, Any]:
+    """The summary of some rounds, each of so many steps with every loss."""
+    taken = [
+        {title: each.seconds(count) for title, each in steps.items()} for _ in track(range(rounds), f"on {device}")
+    ]
+    return {"model": MODEL, "device": device, "batch": batch, "summary": _summary(taken, batch)}
 
 
 def _summary(rounds: list[dict[str, float]], batch: int) -> dict[str, Any]:
