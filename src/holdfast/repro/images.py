@@ -224,8 +224,9 @@ def markdown(results: Sequence[Measured]) -> str:
                 f"{one.seconds[_OURS]:.2g} ({one.device})",
             ]
         )
+    counts = " or ".join(map(str, sorted({len(one.radius) for one in results})))
     note = (
-        f"Certified by `{_OURS}`, proved: the first {len(results[0].radius)} test images. LoFAST (its recursion with "
+        f"Certified by `{_OURS}`, proved: the first {counts} test images. LoFAST (its recursion with "
         "iterated norms) and Auto-PGD: on the first so many of them. Clean and content off: the whole test split; "
         "variation and ‖W_QK‖: the largest over the layers."
     )
