@@ -107,12 +107,8 @@ class MergedTokens(Arrangement):
         return split.reshape(-1, (rows // f) * (columns // f), f * f * self.width)
 
 
-@final
-class Shifts(Arrangement):
-    """Nine groups of channels, each moved by one step over the grid, around its edges; one group stays.
-
-    Followed by an orthogonal map of the channels it is an orthogonal 3 × 3 convolution.
-    """
+class _AroundGrid(Arrangement):
+    """Moves over a grid of tokens, around its edges."""
 
     def __init__(self, grid: tuple[int, int], width: int) -> None:
         super().__init__()
@@ -121,6 +117,14 @@ class Shifts(Arrangement):
     @property
     def shape(self) -> tuple[int, ...]:
         return (math.prod(self.grid), self.width)
+
+
+@final
+class Shifts(_AroundGrid):
+    """Nine groups of channels, each moved by one step over the grid, around its edges; one group stays.
+
+    Followed by an orthogonal map of the channels it is an orthogonal 3 × 3 convolution.
+    """
 
     def arrange(self, x: Tensor) -> Tensor:
         """Tokens, row by row of the grid."""
@@ -130,7 +134,7 @@ class Shifts(Arrangement):
 
 
 @final
-class Neighbourhoods(Arrangement):
+class Neighbourhoods(_AroundGrid):
     """Every token beside its eight neighbours on the grid, around its edges: (b, n, d) to (b, n, 9 d), divided by 3.
 
     Followed by a map of 9 d channels it is a 3 × 3 convolution, and its gain is that of the map. It can do more than
@@ -138,14 +142,6 @@ class Neighbourhoods(Arrangement):
     """
 
     root = 3
-
-    def __init__(self, grid: tuple[int, int], width: int) -> None:
-        super().__init__()
-        self.grid, self.width = grid, width
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (math.prod(self.grid), self.width)
 
     def arrange(self, x: Tensor) -> Tensor:
         """Tokens, row by row of the grid."""

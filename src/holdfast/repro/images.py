@@ -36,7 +36,7 @@ RADII = (36 / 255, 72 / 255, 108 / 255)
 _LOFAST, _OURS = "lofast", "gains"
 _ATTACK = AutoPgd(steps=25)
 _SHARES = {_OURS: 0.6, _LOFAST: 0.2, "attack": 0.19}  # of the time that a model takes, for the progress bar
-_COMPARED = 10
+_COMPARED = 10  # images on which the network and its model are compared
 _AT_ONCE = {"cpu": 10, "cuda": 100}
 _ATTACKED_AT_ONCE = {"cpu": 50, "cuda": 1000}
 
