@@ -393,7 +393,12 @@ def network_of(seed: int, **options: Any) -> tuple[Network, Tensor]:
     return model.to_network(), model.encode(torch.rand(3, 1, 8, 8))
 
 
-NETWORKS = ({}, {"activation": "half-smooth-abs", "projection": "smooth"}, {"residual": True, "pool": "mean"})
+NETWORKS = (
+    {},
+    {"activation": "half-smooth-abs", "projection": "smooth"},
+    {"residual": True, "pool": "mean"},
+    {"stem": "convolutions", "stem_layers": 2, "stem_width": 8},
+)
 
 
 @pytest.mark.parametrize("large", [False, True])
