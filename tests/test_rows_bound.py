@@ -80,7 +80,7 @@ def test_no_attack_moves_a_layer_with_positions_farther(peak: float, row: float)
 
 def without(name: str) -> Callable[..., dict[str, Tensor]]:
     """The terms of the bound, one of them forgotten."""
-    whole = rows._Here.terms
+    whole = rows.AtPoint.terms
     return lambda self, radii: {key: term * (key != name) for key, term in whole(self, radii).items()}
 
 
@@ -114,7 +114,7 @@ def test_a_term_that_is_left_out_is_caught(term: str, monkeypatch: pytest.Monkey
         return a.number(bounds["rows"]._evaluate(a, case.layer, case.x, eps).value)
 
     assert bool((value() >= reached).all())
-    monkeypatch.setattr(rows._Here, "terms", without(term))
+    monkeypatch.setattr(rows.AtPoint, "terms", without(term))
     assert bool((value() < reached).any())
 
 

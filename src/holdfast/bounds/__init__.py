@@ -15,6 +15,7 @@ from holdfast.bounds.lofast import Lofast, LofastXi, Naive
 from holdfast.bounds.covariance import Covariance, Plus
 from holdfast.bounds.second_order import Mixed, SecondOrder
 from holdfast.bounds.rows import Rows
+from holdfast.bounds.pairs import Pairs
 from holdfast.bounds.jacobian import Jacobian
 from holdfast.bounds.castin import CastinBall, CastinData, CastinMasked, CastinSharp
 from holdfast.bounds.mean_field import MeanField, MeanFieldMasked

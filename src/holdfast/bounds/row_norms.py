@@ -14,7 +14,8 @@ from holdfast.linalg.rounding import FLOOR, UNIT, as_ball, gamma
 from holdfast.linalg.squarings import gram_norm
 
 _SQUARINGS, _TOLERANCE = 5, 0.01  # of the norms of small matrices; five leave 3 % where 48 eigenvalues are equal
-_STEPS = 12  # of the iteration that proposes weights for ‖P_l‖
+_STEPS = 12  # of the iterations that propose weights, for every radius …
+_FIRST_STEPS = 100  # … and for ‖P_l‖, once
 _BLOCK = {"cpu": 2**18, "cuda": 2**27}  # numbers that small matrices take at a time: the cache of a CPU is small
 _LEAST_SHARE = 0.4  # of a row among those that draw on a key
 _TINY = 1e-60  # its square is far above all that underflows
@@ -63,7 +64,7 @@ def norm_of_probabilities(P: Float64[Tensor, "*b n n"]) -> Float64[Tensor, "*b"]
     """
     w = torch.ones_like(P[..., :1])
     best = torch.full_like(P[..., 0, 0], torch.inf)
-    for _ in range(_STEPS):
+    for _ in range(_FIRST_STEPS):
         grown = P.mT @ (P @ w)
         best = torch.minimum(best, (grown / w).amax((-2, -1)))
         w = (grown / grown.amax((-2, -1), keepdim=True)).clamp(min=1e-12)

@@ -57,10 +57,9 @@ class Rows(Bound):
         return None
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
-        here = a.once("rows", lambda: _at(a, layer, x))
+        here = a.once("rows", lambda: at_point(a, layer, x))
         terms = here.terms(a.number(eps))
-        apart = torch.stack([term for name, term in terms.items() if name != "together"]).sum(0)
-        value = up(apart.minimum(terms["together"]) * a.number(eps))
+        value = up(gain(terms) * a.number(eps))
         return Evaluation(a.lift(value), {name: a.lift(term) for name, term in terms.items()})
 
 
@@ -134,7 +133,7 @@ def _scales(left: _Joined, right: _Joined) -> Float64[Tensor, "3 h"]:
     return up(left.factors * right.factors * (left.norm * right.norm).unsqueeze(-1))
 
 
-def _over_heads(values: Float64[Tensor, "*b h"], left: _Joined, right: _Joined) -> Float64[Tensor, "*b"]:
+def over_heads(values: Float64[Tensor, "*b h"], left: _Joined, right: _Joined) -> Float64[Tensor, "*b"]:
     """A bound of the norm of heads x_l with ‖x_l‖ <= values_l ‖g W_l‖, joined by two maps, for unit g."""
     return (up(values).unsqueeze(-2) * _scales(left, right)).amax(-1).amin(-1)
 
@@ -144,7 +143,7 @@ def _over_heads(values: Float64[Tensor, "*b h"], left: _Joined, right: _Joined) 
 
 @final
 @dataclass(frozen=True)
-class _Here:
+class AtPoint:
     """A layer at X: what its bound on every ball around X is made of. All but `p` are upper bounds.
 
     Attributes:
@@ -154,6 +153,7 @@ class _Here:
         P: (b…, h, n, n) the probabilities.
         norms: (b…, h) ‖P_l‖.
         p: (b…, h, n, n) the probabilities in plain float64: weights at which the norms below are taken.
+        rad: (b…, h, n, n) how far they may be from the exact ones.
         log_p: (b…, h, n, n) their logarithms.
         slope: (b…, h, n, n) ℓ of Lemma 3.
         bend: (b…, h, n, n) κ of Lemma 3.
@@ -174,6 +174,7 @@ class _Here:
     P: Tensor
     norms: Tensor
     p: Tensor
+    rad: Tensor
     log_p: Tensor
     slope: Tensor
     bend: Tensor
@@ -191,7 +192,7 @@ class _Here:
         """The parts of δ/ε for radii (e), or (b…, e) where every input has its own."""
         own = radii.shape[:-1] or (1,) * self.fixed.ndim
         r = radii.movedim(-1, 0).reshape(-1, *own)
-        q = self._probabilities(r[..., None, None, None])
+        q = self.probabilities(r[..., None, None, None])
         d = cover(q)
         damping = d.amax(-1).clamp(max=0.5).sqrt()
         spread = grown(self.value_top, self.p, q, self.value_far).minimum(self.value_far.amax(-1)).sqrt()
@@ -202,12 +203,12 @@ class _Here:
             grown(self.drawn_top, self.drawn, each, self.query_length).sqrt() for each in (drawn, drawn / self.share)
         )
         bent, Q, K, out = up((omega * damping).amax(-1)), self.maps.query, self.maps.key, self.maps.output
-        bilinear = _over_heads(bent * Q.each, out, K).minimum(_over_heads(bent * K.each, out, Q))
+        bilinear = over_heads(bent * Q.each, out, K).minimum(over_heads(bent * K.each, out, Q))
         queries = up(omega * (kappa + damping * r[..., None, None] * K.each.unsqueeze(-1)))
         found = {
             "fixed": self.fixed.expand(r.shape[:1] + self.fixed.shape),
-            "queries": _over_heads((omega * kappa).amax(-1), out, Q),
-            "keys": _over_heads(keys.amax(-1), out, K),
+            "queries": over_heads((omega * kappa).amax(-1), out, Q),
+            "keys": over_heads(keys.amax(-1), out, K),
             "bilinear": bilinear * r,
             "together": self._together(queries, shared) + self.residual,
         }
@@ -224,7 +225,7 @@ class _Here:
         scaled = queries * query.unsqueeze(-1), keys * key.unsqueeze(-1)
         return norm_of_paths(self.P, self.norms, self.share, value, *scaled)
 
-    def _probabilities(self, r: Tensor) -> Tensor:
+    def probabilities(self, r: Tensor) -> Tensor:
         """(e, b…, h, n, n) q_lij >= the mean of p_lij between the scores, everywhere on the balls.
 
         p_lij grows at most as exp(t g) (Lemma 3 (a)) and stays below 1; this is the integral of that over 0 <= t <= 1.
@@ -237,14 +238,19 @@ class _Here:
         return q if self.masked is None else q.masked_fill_(self.masked, 0.0)
 
 
-def _at(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> _Here:
+def gain(terms: dict[str, Tensor]) -> Tensor:
+    """δ/ε from its terms: one by one, or together."""
+    apart = torch.stack([term for name, term in terms.items() if name != "together"]).sum(0)
+    return up(apart.minimum(terms["together"]))
+
+
+def at_point(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> AtPoint:
     X = a.lift(x)
     weights = (layer.w_q, layer.w_k, layer.w_v, layer.w_o)
     w, allowed = layer.weights(X), layer.allowed(x.shape[-2])
     maps = a.of_weights(f"rows, scale {layer.scale}, on {x.device}", weights, lambda: _maps(a, w, layer.scale))
     masked = None if allowed is None else ~allowed.to(x.device).unsqueeze(-3)
-    query = project(X, w.w_q, w.b_q) * layer.scale
-    key, value = (_centred(project(X, each, None)) for each in (w.w_k, w.w_v))
+    query, key, value = projections(layer, X)
     scores = layer.complete(query @ key.mT)  # up to a constant along each row
     P = scores.softmax(-1)
     turned = query @ maps.crossed
@@ -264,13 +270,14 @@ def _at(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> _Here:
     query_length = a.number(query.square().sum(-1)).unsqueeze(-2)
     above = a.number(P).clamp(max=1.0)
     norms = norm_of_probabilities(above)
-    return _Here(
+    return AtPoint(
         maps=maps,
         residual=abs(layer.residual),
-        fixed=up(_over_heads(norms, maps.output, maps.value) + abs(layer.residual)),
+        fixed=up(over_heads(norms, maps.output, maps.value) + abs(layer.residual)),
         P=above,
         norms=norms,
         p=p,
+        rad=as_ball(P).rad,
         log_p=(log_p + log_p.abs() * 2.0**-44).clamp(max=0.0),
         slope=a.number(slope),
         bend=a.number(bend),
@@ -284,6 +291,13 @@ def _at(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> _Here:
         query_length=query_length,
         share=shares(drawn * query_length),
     )
+
+
+def projections(layer: AttentionLayer, X: Array) -> tuple[Array, Array, Array]:
+    """Queries, with the scale, keys and values (…, h, n, k); keys and values without their bias and less a common row."""
+    w = layer.weights(X)
+    key, value = (_centred(project(X, each, None)) for each in (w.w_k, w.w_v))
+    return project(X, w.w_q, w.b_q) * layer.scale, key, value
 
 
 def _centred(z: Array) -> Array:

@@ -62,13 +62,27 @@ def upper(operator: ProvableOperator, *, memory_limit: float = 8 * GIB) -> NormR
     )
 
 
-def _prove(gram: Gram) -> NormResult:
+def gram_upper(matrix: Tensor, error: Tensor, tolerance: float = _FIRST_MARGIN) -> Tensor:
+    """√λ_max, proved, of symmetric matrices (b, m, m) that are known within `error` (b); it may be infinite.
+
+    Args:
+        matrix: whose lower triangles count.
+        error: in the spectral norm.
+        tolerance: how far λ_max may be exceeded, relative: a larger one costs less.
+    """
+    finite = torch.isfinite(error) & torch.isfinite(matrix).all(-1).all(-1)
+    safe = torch.where(finite[:, None, None], matrix, 0.0)
+    gram = Gram(safe, torch.where(finite, error, 0.0), torch.ones_like(error))
+    return torch.where(finite, _prove(gram, tolerance).value, torch.inf)
+
+
+def _prove(gram: Gram, tolerance: float = _FIRST_MARGIN) -> NormResult:
     G = gram.matrix
     # ‖G‖_F bounds λ_max without any shift; it serves where G vanishes or no shift succeeds.
     bound = _finite(frobenius_upper(G))
-    guess = _largest_eigenvalue(G)
+    guess = _largest_eigenvalue(G, tolerance / 10)
     todo = guess > 0
-    margin, trials = _FIRST_MARGIN, 0
+    margin, trials = tolerance, 0
     while bool(todo.any()) and margin < 1:
         index = todo.nonzero().squeeze(-1)
         proved = _shifted(G[index] if len(index) < len(G) else G, guess[index] * (1 + margin))
@@ -85,12 +99,12 @@ def _finite(value: Tensor) -> Tensor:
     return value
 
 
-def _largest_eigenvalue(G: Tensor) -> Tensor:
+def _largest_eigenvalue(G: Tensor, tolerance: float) -> Tensor:
     """An estimate, to propose a shift."""
     if G.shape[-1] <= 96:
         eigenvalues: Tensor = torch.linalg.eigvalsh(G)
         return eigenvalues[..., -1]
-    return estimate(MatrixOperator(G), tolerance=1e-9).value
+    return estimate(MatrixOperator(G), tolerance=tolerance).value
 
 
 def _shifted(G: Tensor, tau: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from holdfast.network.compositions.base import (
 from holdfast.network.network import Network
 from holdfast.network.site import LARGE, Site
 
-_BOUND = "rows"
+_BOUND = "pairs"
 
 
 @final

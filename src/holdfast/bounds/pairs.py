@@ -1,0 +1,322 @@
+r"""`rows`, sharpened where rows attend to few keys: what moves the scores is what the values average out.
+
+A covariance is a sum over pairs of keys, Cov_p(f, g) = Σ_{j<m} p_j p_m (f_j - f_m)(g_j - g_m), and the scores of a pair
+move apart with the difference of two tokens. The pairs that matter most are taken with their directions and joined with
+the values by one quadratic form; the other ones are bounded as in `rows` (docs/math/second-order.md, Theorem 9).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar, final
+
+import torch
+from jaxtyping import Bool, Float64, Int64
+from torch import Tensor
+
+from holdfast.attention import AttentionLayer
+from holdfast.bounds.arithmetic import Arithmetic
+from holdfast.bounds.base import Bound, Evaluation, register_bound
+from holdfast.bounds.row_norms import cover, grown, moment_norms, up
+from holdfast.bounds import rows
+from holdfast.bounds.rows import AtPoint, at_point, over_heads, projections
+from holdfast.linalg import Array, Ball
+from holdfast.linalg.certified import gram_upper
+from holdfast.linalg.rounding import UNIT, as_ball, frobenius, frobenius_upper, gamma
+from holdfast.linalg.squarings import gram_norm
+
+_PAIRS = 2  # for a row, in the mean
+_ABOVE = 0.04  # how far μ is above ‖P‖² ‖W^V‖², relative
+_RATIO = 1.2  # of two radii at which the largest eigenvalue is proved
+_WORTH = 0.02  # of the gain: where scores cost less, `rows` is as good
+
+
+@final
+@register_bound
+class Pairs(Bound):
+    """√(μ + λ_max) of the values and the pairs of keys that matter most, and the other pairs as in `rows`.
+
+    It is never above `rows`, and equal to it where the scores hardly move.
+    """
+
+    name = "pairs"
+    score_terms = ("bias",)
+    cost = "that of `rows`, and for some radii an eigenvalue of size 2hn"
+    reference: ClassVar[str] = "holdfast"
+
+    def _refusal(self, layer: AttentionLayer) -> str | None:
+        return None
+
+    def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
+        here = a.once("rows", lambda: at_point(a, layer, x))
+        radii = a.number(eps)
+        gain = rows.gain(here.terms(radii))
+        cost = (gain - here.fixed.unsqueeze(-1)) / gain
+        if x.ndim == 3 and x.shape[-2] > 1 and bool((cost > _WORTH).any()):
+            pairs = a.once("pairs", lambda: _chosen(a, layer, x, here))
+            gain = gain.minimum(pairs.gain(radii.expand_as(gain)))
+        return Evaluation(a.lift(up(gain * radii)), {"gain": a.lift(gain)})
+
+
+@final
+@dataclass(frozen=True)
+class _Chosen:
+    """A layer at X with some pairs of keys chosen; B inputs, N pairs s = (l, i, j, m) each. All numbers are upper bounds.
+
+    Attributes:
+        here: what `rows` knows.
+        top: (B, h, n, 2) the two keys of each row with the largest probabilities; each pair has one of them.
+        taken: (B, h, n, 2, n) which of their pairs are chosen.
+        head: (B, N) l.
+        row: (B, N) i.
+        first: (B, N) j.
+        second: (B, N) m.
+        apart: (B, N) ‖v_lj - v_lm‖.
+        mu: (B) μ.
+        gram: (B, N, N) ⟨c_s, R c_s'⟩, within `error`.
+        lengths: (B, 1 + h, N) of the parts of c_s that it is made of, and their radii.
+        radii: see lengths.
+        rounding: (B, 1 + h) what entries of `gram` are off by, relative to a product of two lengths …
+        size: (B, 1 + h) … and the largest entry of R there.
+        value_top: (B, h, n) λ_max(Σ_j w_lij (v_lj - c_li)(v_lj - c_li)ᵀ) with the weights w of the other pairs, at X.
+        key_top: (B, h, n) the same of the keys.
+        base: (B, h, n, n) these weights.
+        drawn: (B, h, n, n) value_top_li w_lij, (j, i).
+        drawn_top: (B, h, n) λ_max(Σ_i drawn_lji q_li q_liᵀ).
+        known: √λ_max by level of the radius.
+    """
+
+    here: AtPoint
+    top: Int64[Tensor, "B h n 2"]
+    taken: Bool[Tensor, "B h n 2 n"]
+    head: Int64[Tensor, "B N"]
+    row: Int64[Tensor, "B N"]
+    first: Int64[Tensor, "B N"]
+    second: Int64[Tensor, "B N"]
+    apart: Float64[Tensor, "B N"]
+    mu: Float64[Tensor, " B"]
+    gram: Float64[Tensor, "B N N"]
+    lengths: Float64[Tensor, "B parts N"]
+    radii: Float64[Tensor, "B parts N"]
+    rounding: Float64[Tensor, "B parts"]
+    size: Float64[Tensor, "B parts"]
+    value_top: Float64[Tensor, "B h n"]
+    key_top: Float64[Tensor, "B h n"]
+    base: Float64[Tensor, "B h n n"]
+    drawn: Float64[Tensor, "B h n n"]
+    drawn_top: Float64[Tensor, "B h n"]
+    known: dict[int, Tensor] = field(default_factory=dict)
+
+    def gain(self, radii: Float64[Tensor, "*b e"]) -> Float64[Tensor, "*b e"]:
+        """A bound of δ/ε."""
+        r = radii.reshape(-1, radii.shape[-1]).mT  # (e, B)
+        maps, out = self.here.maps, self.here.maps.output
+        q, u = self._probabilities(r)
+        weights = _others(q, u, self.top, self.taken)
+        near = r[..., None, None]
+        damping = weights.amax(-1).sqrt()
+        value, key = (
+            grown(top, self.base, weights, far).minimum(up((weights * far).sum(-1), far.shape[-1])).sqrt()
+            for top, far in ((self.value_top, self.here.value_far), (self.key_top, self.here.key_far))
+        )
+        omega = up(value + damping * near * maps.value.each.unsqueeze(-1))
+        drawn = up(omega.square().unsqueeze(-1) * weights).mT
+        keys = grown(self.drawn_top, self.drawn, drawn, self.here.query_length).sqrt()
+        queries = up(omega * (key + damping * near * maps.key.each.unsqueeze(-1)))
+        spread = cover(q).amax(-1).clamp(max=0.5).sqrt()
+        weight, omega = self._weights(q, u, spread * near * maps.value.each.unsqueeze(-1))
+        bent = up((omega * spread).amax(-1))
+        bilinear = over_heads(bent * maps.query.each, out, maps.key)
+        bilinear = bilinear.minimum(over_heads(bent * maps.key.each, out, maps.query))
+        joined = up(out.norm[0] * up(self.mu + self._largest(r, weight).square()).sqrt())
+        rest = over_heads(queries.amax(-1), out, maps.query) + over_heads(keys.amax(-1), out, maps.key)
+        whole = up(self.here.residual + joined + rest + bilinear * r).mT
+        return whole.nan_to_num(nan=math.inf).reshape(radii.shape)
+
+    def _probabilities(self, r: Float64[Tensor, "e B"]) -> tuple[Tensor, Tensor]:
+        """(e, B, h, n, n) the mean and the largest of every probability between the scores, from above."""
+        here, at = self.here, r[..., None, None, None]
+        largest = up((here.log_p + up((here.slope + here.bend * at) * at)).clamp(max=0.0).exp())
+        return here.probabilities(at), largest.clamp(max=1.0).nan_to_num(nan=1.0)
+
+    def _weights(self, q: Tensor, u: Tensor, moved: Float64[Tensor, "e B h n"]) -> tuple[Tensor, Tensor]:
+        """(e, B, N) √π_s Ω_li of the chosen pairs, and Ω_li (e, B, h, n), where values move by `moved`."""
+        every = torch.arange(len(self.head), device=q.device).unsqueeze(-1)
+        one, other, most, least = (
+            t[:, every, self.head, self.row, at] for t in (q, u) for at in (self.first, self.second)
+        )
+        pi = torch.minimum(up(one * least), up(other * most)).minimum(_halved(one)).minimum(_halved(other))
+        squares = torch.zeros_like(moved).flatten(2)
+        squares = squares.scatter_add(
+            2, (self.head * moved.shape[-1] + self.row).expand_as(pi), up(pi * self.apart.square())
+        )
+        omega = up(up(squares.reshape(moved.shape), 2 * moved.shape[-1]).sqrt() + moved)
+        return up(pi.sqrt() * omega[:, every, self.head, self.row]), omega
+
+    def _largest(self, r: Float64[Tensor, "e B"], weight: Float64[Tensor, "e B N"]) -> Float64[Tensor, "e B"]:
+        """√λ_max(diag(w) G diag(w)); it is proved at a few radii, and what is proved at a larger one is scaled down."""
+        level = (torch.log(r.clamp(1e-200, 1e200)) / math.log(_RATIO)).ceil().long()
+        level = torch.where(_RATIO ** level.double() < r, level + 1, level)
+        found = torch.full_like(r, math.inf)
+        for at in torch.unique(level).tolist():
+            radius = torch.full_like(r[:1], _RATIO**at)
+            q, u = self._probabilities(radius)
+            spread = cover(q).amax(-1).clamp(max=0.5).sqrt()
+            moved = spread * radius[..., None, None] * self.here.maps.value.each.unsqueeze(-1)
+            above = self._weights(q, u, moved)[0][0].clamp(min=1e-100)
+            known = self.known.setdefault(at, torch.full_like(r[0], math.nan))
+            new = ((level == at).any(0) & known.isnan()).nonzero().squeeze(-1)
+            if len(new):
+                known[new] = self._proved(above[new], new)
+            # Any factor serves for which weight <= factor · above.
+            factor = up((weight / above).amax(-1))
+            found = torch.where(level == at, up(factor * known), found)
+        return found
+
+    def _proved(self, weight: Float64[Tensor, "b N"], which: Int64[Tensor, " b"]) -> Float64[Tensor, " b"]:
+        w = weight.unsqueeze(1)
+        long, short = ((w * t[which]).square().sum(-1) for t in (self.lengths, self.radii))
+        size, rounding = self.size[which], self.rounding[which]
+        error = (rounding * long + size * (2 * (long * short).sqrt() + short)).sum(-1)
+        matrix = weight.unsqueeze(-1) * self.gram[which] * w
+        return gram_upper(matrix, up(error * (1 + 1e-9) + 4 * UNIT * frobenius_upper(matrix)), tolerance=1e-3)
+
+
+def _halved(q: Tensor) -> Tensor:
+    """The largest ∫ p_t (1 - p_t) dt, where ∫ p_t dt <= q: t(1 - t) is concave."""
+    return up(torch.where(q < 0.5, q * (1 - q) * (1 + 4 * UNIT), 0.25))
+
+
+def _others(q: Float64[Tensor, "e B h n n"], u: Tensor, top: Tensor, taken: Tensor) -> Float64[Tensor, "e B h n n"]:
+    """w_j >= 2 Σ_m ∫ p_tj p_tm dt over the pairs (j, m) that are not taken: Σ π_jm (f_j - f_m)² over them <= Σ_j w_j f_j².
+
+    u is the largest of p_t, which may leave the integral.
+    """
+    both = top.expand(*q.shape[:-1], 2)
+    among = q.gather(-1, both)
+    outside = up(q.scatter(-1, both, 0.0).sum(-1, keepdim=True), q.shape[-1])
+    left = outside + (among.unsqueeze(-1) * ~taken).sum(-2)  # for a key that is not in `top`
+    own = torch.zeros_like(taken).scatter(-1, top.unsqueeze(-1), True)  # noqa: FBT003
+    left_top = (q.unsqueeze(-2) * ~(taken | own)).sum(-1)
+    left = up(left.scatter(-1, both, left_top), q.shape[-1])
+    return up(2 * torch.minimum(up(u * left), _halved(q)))
+
+
+def _chosen(a: Arithmetic[Array], layer: AttentionLayer, x: Float64[Tensor, "B n d"], here: AtPoint) -> _Chosen:
+    query, key, value = (as_ball(each) for each in projections(layer, a.lift(x)))
+    top = here.p.topk(2, -1).indices
+    head, row, side, m = _most_important(here, query.mid, key.mid, value.mid, top)
+    every = torch.arange(len(top), device=x.device).unsqueeze(-1)
+    j = top[every, head, row, side]
+    taken = torch.zeros(*top.shape, x.shape[-2], dtype=torch.bool, device=x.device)
+    taken[every, head, row, side, m] = True
+    both = taken.gather(-1, top.flip(-1).unsqueeze(-1)).any(-2, keepdim=True)  # the pair of the two stands for both
+    taken = taken.scatter(-1, top.flip(-1).unsqueeze(-1), both.expand(*top.shape, 1))
+    base = _others(here.p.unsqueeze(0), here.p.unsqueeze(0), top, taken)[0]
+    value_top, key_top = (_moments(base, here.p, z) for z in (value, key))
+    drawn = up(value_top.unsqueeze(-1) * base).mT
+    mu, gram, lengths, radii, rounding, size = _quadratic_form(layer, here, query, key, head, row, j, m)
+    return _Chosen(
+        here=here,
+        top=top,
+        taken=taken,
+        head=head,
+        row=row,
+        first=j,
+        second=m,
+        apart=_length(value[every, head, j] - value[every, head, m]),
+        mu=mu,
+        gram=gram,
+        lengths=lengths,
+        radii=radii,
+        rounding=rounding,
+        size=size,
+        value_top=value_top,
+        key_top=key_top,
+        base=base,
+        drawn=drawn,
+        drawn_top=moment_norms(drawn, query),
+    )
+
+
+def _most_important(here: AtPoint, query: Tensor, key: Tensor, value: Tensor, top: Tensor) -> tuple[Tensor, ...]:
+    """(B, N) head, row, side in `top` and other key of the pairs that move most at X; any choice is sound."""
+    B, h, n, _ = top.shape
+    index = top.movedim(-1, -2).reshape(B, h, 2 * n, 1).expand(B, h, 2 * n, n)
+    apart, turned = (torch.cdist(z, z).gather(-2, index).reshape(B, h, 2, n, n) for z in (value, key))
+    p = here.p.unsqueeze(-3) * here.p.gather(-1, top).movedim(-1, -2).unsqueeze(-1)
+    maps, length = here.maps, torch.linalg.vector_norm(query, dim=-1)[:, :, None, :, None]
+    each = [t.each[:, None, None, None] for t in (maps.key, maps.query)]
+    moved = p * apart * (math.sqrt(2) * length * each[0] + turned * each[1])
+    moved[:, :, 1].scatter_(-1, top[..., :1], -1.0)  # it stands at the other side already
+    head, side, row, other = torch.unravel_index(moved.flatten(1).topk(min(_PAIRS, n) * h * n).indices, moved.shape[1:])
+    return head, row, side, other
+
+
+def _quadratic_form(
+    layer: AttentionLayer,
+    here: AtPoint,
+    query: Ball,
+    key: Ball,
+    head: Int64[Tensor, "B N"],
+    row: Int64[Tensor, "B N"],
+    j: Int64[Tensor, "B N"],
+    m: Int64[Tensor, "B N"],
+) -> tuple[Tensor, ...]:
+    """μ, and ⟨c_s, R c_s'⟩ for c_s = e_i ⊗ W_l^Q(k_lj - k_lm) + (e_j - e_m) ⊗ W_l^K q_li, with what its rounding needs.
+
+    With θ = ‖W^V‖²/μ and R_v = (I - θ P_vᵀP_v)⁻¹, R is 1 + Σ_v (R_v - 1) ⊗ W_v^V W_v^Vᵀ/‖W^V‖². An inverse that is
+    computed as S, with Z = I - (I - θPᵀP) S, is within ‖S‖ ‖Z‖/(1 - ‖Z‖) of S.
+    """
+    w = layer.weights(key)
+    n, d = here.P.shape[-1], layer.d
+    every = torch.arange(len(head), device=head.device).unsqueeze(-1)
+    asked, drawn = key @ (w.w_q * layer.scale).mT, query @ w.w_k.mT  # (B, h, n, d): W^Q k and W^K q
+    c2 = up(here.maps.value.norm[0].square())
+    theta = 1 / (here.norms.amax(-1).square() * (1 + _ABOVE))
+    P, eye = Ball(here.p, here.rad), torch.eye(n, dtype=torch.float64, device=head.device)
+    A = -((P.mT @ P) * theta[:, None, None, None]) + eye
+    S = torch.linalg.inv(A.mid)
+    S = (S + S.mT) / 2
+    z = frobenius(-(A @ Ball.exact(S)) + eye).upper
+    off = torch.where(z < 0.5, frobenius_upper(S) * z / (1 - z) * (1 + 1e-9), torch.inf)
+    identity = eye.expand(len(head), n, n)
+    at_row, apart = identity[every, row], identity[every, j] - identity[every, m]  # (B, N, n)
+    gram = here.p.new_zeros(*head.shape, head.shape[-1])
+    crossed = torch.zeros_like(gram)
+    lengths, radii, rounding, size = [], [], [], []
+    for v in range(-1, layer.h):  # all tokens as they are, then what R makes of them in the values of each head
+        T = identity if v < 0 else (S[:, v] - eye) / c2
+        onto = None if v < 0 else w.w_v[v]
+        a, b = (each if onto is None else each @ onto for each in (asked, drawn))
+        a, b = a[every, head, j] - a[every, head, m], b[every, head, row]
+        turned = at_row @ T
+        gram.addcmul_(turned @ at_row.mT, a.mid @ a.mid.mT).addcmul_(apart @ T @ apart.mT, b.mid @ b.mid.mT)
+        crossed.addcmul_(turned @ apart.mT, a.mid @ b.mid.mT)
+        lengths.append(_norm(a.mid) + 2 * _norm(b.mid))
+        radii.append(_norm(a.rad) + 2 * _norm(b.rad))
+        largest = identity.new_ones(len(head)) if v < 0 else S[:, v].abs().amax((-2, -1)) / c2
+        size.append(up(largest))
+        rounding.append(up(largest * gamma(d + 4 * n + 64) + (0.0 if v < 0 else off[:, v] / c2)))
+    parts = (torch.stack(each, 1) for each in (lengths, radii, rounding, size))
+    return up(c2 / theta), gram + crossed + crossed.mT, *parts
+
+
+def _moments(weights: Float64[Tensor, "B h n n"], p: Tensor, z: Ball) -> Float64[Tensor, "B h n"]:
+    """λ_max(Σ_j w_ij (z_j - c_i)(z_j - c_i)ᵀ), c_i = Σ_j p_ij z_j."""
+    apart = z.mid.unsqueeze(-3) - (p @ z.mid).unsqueeze(-2)
+    rows = weights.sqrt().unsqueeze(-1) * apart
+    T, W = rows.square().sum((-2, -1)), weights.sum(-1)
+    far, wide = (t.amax(-1, keepdim=True) for t in (_norm(z.mid), _norm(z.rad)))
+    E = W * (2 * wide + gamma(z.shape[-2] + 16) * far).square()
+    error = (gamma(z.shape[-2] + 16) * T + 2 * (T * E).sqrt() + E) * 1.01
+    return up(gram_norm(rows.mT @ rows, error, 5, 0.01).square())
+
+
+def _norm(z: Tensor) -> Tensor:
+    return up(torch.linalg.vector_norm(z, dim=-1), z.shape[-1])
+
+
+def _length(z: Ball) -> Tensor:
+    return up(_norm(z.mid) + _norm(z.rad))
