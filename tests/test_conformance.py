@@ -79,6 +79,11 @@ class TestRows(BoundConformance):
         return "rows"
 
 
+class TestPairs(BoundConformance):
+    def name(self) -> str:
+        return "pairs"
+
+
 class TestYudinBall(BoundConformance):
     def name(self) -> str:
         return "yudin-ball"

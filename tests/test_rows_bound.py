@@ -262,14 +262,14 @@ def test_paths_of_one_token_and_head_add_up() -> None:
 
 def test_mean_probabilities_between_the_scores() -> None:
     layer, x = layer_of(5, 8, 2, seed=6, row=2.0, peak=2.0, weight=2.0)
-    here, dice = rows._at(Numerical(), layer, x), Dice(7)
+    here, dice = rows.at_point(Numerical(), layer, x), Dice(7)
     t = (torch.arange(200, dtype=torch.float64) + 0.5) / 200
 
     def scores(z: Tensor) -> Tensor:
         return layer.complete((z.unsqueeze(-3) @ layer.w_q * layer.scale) @ (z.unsqueeze(-3) @ layer.w_k).mT)
 
     for radius in (1e-3, 0.1, 1.0, 5.0):
-        q = here._probabilities(torch.full((1, 1, 1, 1, 1), radius, dtype=torch.float64))[0]
+        q = here.probabilities(torch.full((1, 1, 1, 1, 1), radius, dtype=torch.float64))[0]
         shift = dice.normal(20, *x.shape)
         shift = shift * (radius / torch.linalg.vector_norm(shift, dim=(-2, -1), keepdim=True))
         begin, end = scores(x), scores(x + shift)
@@ -281,10 +281,10 @@ def test_mean_probabilities_between_the_scores() -> None:
 
 def test_probabilities_that_nearly_underflow_are_covered_on_the_smallest_balls() -> None:
     layer, x = layer_of(5, 8, 2, seed=6, row=2.0, peak=280.0, weight=2.0)
-    here = rows._at(Proved(), layer, x)
+    here = rows.at_point(Proved(), layer, x)
     assert 0 < float(here.p.min()) < 1e-120
     for radius in (0.0, 1e-300, 1e-190, 1e-100):
-        q = here._probabilities(torch.full((1, 1, 1, 1, 1), radius, dtype=torch.float64))[0]
+        q = here.probabilities(torch.full((1, 1, 1, 1, 1), radius, dtype=torch.float64))[0]
         assert bool((here.p <= q).all())
         assert bool((q <= here.p * (1 + 1e-9)).all())
 

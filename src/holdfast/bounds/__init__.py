@@ -62,6 +62,7 @@ __all__ = [
     "Method",
     "Mixed",
     "Naive",
+    "Pairs",
     "Plus",
     "PointBound",
     "Rows",

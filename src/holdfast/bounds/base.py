@@ -79,9 +79,13 @@ class Bound(Method):
     """An upper bound of ‖F(X') - F(X)‖_F over ‖X' - X‖_F <= eps.
 
     A method states its metadata and writes `_evaluate`.
+
+    Attributes:
+        in_best: whether `best` asks it; not if it is for layers that the other bounds are too expensive for.
     """
 
     scope: ClassVar[Scope] = "ball at x"
+    in_best: ClassVar[bool] = True
 
     @abstractmethod
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:

@@ -60,7 +60,8 @@ class Best(Bound):
         return None
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
-        return smallest_of((each for each in bounds.values() if each is not self), a, layer, x, eps)
+        others = (each for each in bounds.values() if each.in_best and each is not self)
+        return smallest_of(others, a, layer, x, eps)
 
 
 def smallest_of(

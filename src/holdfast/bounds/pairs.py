@@ -16,19 +16,19 @@ from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from holdfast.attention import AttentionLayer
+from holdfast.bounds import rows
 from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import Bound, Evaluation, register_bound
 from holdfast.bounds.row_norms import cover, grown, moment_norms, up
-from holdfast.bounds import rows
 from holdfast.bounds.rows import AtPoint, at_point, over_heads, projections
 from holdfast.linalg import Array, Ball
 from holdfast.linalg.certified import gram_upper
 from holdfast.linalg.rounding import UNIT, as_ball, frobenius, frobenius_upper, gamma
 from holdfast.linalg.squarings import gram_norm
 
-_PAIRS = 2  # for a row, in the mean
+_PAIRS, _MOST = 2, 1024  # for a row, in the mean, and for all of them
 _ABOVE = 0.04  # how far μ is above ‖P‖² ‖W^V‖², relative
-_RATIO = 1.2  # of two radii at which the largest eigenvalue is proved
+_RATIO, _LEAST = 1.2, -40  # of two radii at which the largest eigenvalue is proved, and the smallest of them
 _WORTH = 0.02  # of the gain: where scores cost less, `rows` is as good
 
 
@@ -44,6 +44,7 @@ class Pairs(Bound):
     score_terms = ("bias",)
     cost = "that of `rows`, and for some radii an eigenvalue of size 2hn"
     reference: ClassVar[str] = "holdfast"
+    in_best = False
 
     def _refusal(self, layer: AttentionLayer) -> str | None:
         return None
@@ -52,17 +53,31 @@ class Pairs(Bound):
         here = a.once("rows", lambda: at_point(a, layer, x))
         radii = a.number(eps)
         gain = rows.gain(here.terms(radii))
-        cost = (gain - here.fixed.unsqueeze(-1)) / gain
-        if x.ndim == 3 and x.shape[-2] > 1 and bool((cost > _WORTH).any()):
-            pairs = a.once("pairs", lambda: _chosen(a, layer, x, here))
-            gain = gain.minimum(pairs.gain(radii.expand_as(gain)))
+        costly = gain * (1 - _WORTH) > here.fixed.unsqueeze(-1)
+        if x.shape[-2] > 1 and bool(costly.any()):
+            pairs = a.once("pairs", lambda: _chosen(a, layer, x.reshape(-1, *x.shape[-2:]), here.flat()))
+            gain = torch.where(costly, gain.minimum(pairs.gain(radii.expand_as(gain))), gain)
         return Evaluation(a.lift(up(gain * radii)), {"gain": a.lift(gain)})
+
+
+@final
+@dataclass
+class _Proofs:
+    """What was proved so far.
+
+    Attributes:
+        unit: (B) the first radius that was asked for; the grid has the radii unit · _RATIO^level.
+        known: for each level, √λ_max (B), not a number where it was not needed yet.
+    """
+
+    unit: Tensor | None = None
+    known: dict[int, Tensor] = field(default_factory=dict)
 
 
 @final
 @dataclass(frozen=True)
 class _Chosen:
-    """A layer at X with some pairs of keys chosen; B inputs, N pairs s = (l, i, j, m) each. All numbers are upper bounds.
+    """A layer at B inputs X with N pairs s = (l, i, j, m) of keys chosen for each. All numbers are upper bounds.
 
     Attributes:
         here: what `rows` knows.
@@ -84,7 +99,7 @@ class _Chosen:
         base: (B, h, n, n) these weights.
         drawn: (B, h, n, n) value_top_li w_lij, (j, i).
         drawn_top: (B, h, n) λ_max(Σ_i drawn_lji q_li q_liᵀ).
-        known: √λ_max by level of the radius.
+        proofs: √λ_max at the radii of a grid.
     """
 
     here: AtPoint
@@ -106,7 +121,7 @@ class _Chosen:
     base: Float64[Tensor, "B h n n"]
     drawn: Float64[Tensor, "B h n n"]
     drawn_top: Float64[Tensor, "B h n"]
-    known: dict[int, Tensor] = field(default_factory=dict)
+    proofs: _Proofs = field(default_factory=lambda: _Proofs())
 
     def gain(self, radii: Float64[Tensor, "*b e"]) -> Float64[Tensor, "*b e"]:
         """A bound of δ/ε."""
@@ -156,22 +171,25 @@ class _Chosen:
 
     def _largest(self, r: Float64[Tensor, "e B"], weight: Float64[Tensor, "e B N"]) -> Float64[Tensor, "e B"]:
         """√λ_max(diag(w) G diag(w)); it is proved at a few radii, and what is proved at a larger one is scaled down."""
-        level = (torch.log(r.clamp(1e-200, 1e200)) / math.log(_RATIO)).ceil().long()
-        level = torch.where(_RATIO ** level.double() < r, level + 1, level)
+        if self.proofs.unit is None:
+            self.proofs.unit = r.amax(0).clamp(min=1e-200)
+        unit, known = self.proofs.unit, self.proofs.known
+        level = (torch.log((r / unit).clamp(_RATIO**_LEAST, 1e200)) / math.log(_RATIO)).ceil().long()
+        level = torch.where(unit * _RATIO ** level.double() < r, level + 1, level)
         found = torch.full_like(r, math.inf)
         for at in torch.unique(level).tolist():
-            radius = torch.full_like(r[:1], _RATIO**at)
+            radius = unit.unsqueeze(0) * _RATIO**at
             q, u = self._probabilities(radius)
             spread = cover(q).amax(-1).clamp(max=0.5).sqrt()
             moved = spread * radius[..., None, None] * self.here.maps.value.each.unsqueeze(-1)
             above = self._weights(q, u, moved)[0][0].clamp(min=1e-100)
-            known = self.known.setdefault(at, torch.full_like(r[0], math.nan))
-            new = ((level == at).any(0) & known.isnan()).nonzero().squeeze(-1)
+            here = known.setdefault(at, torch.full_like(unit, math.nan))
+            new = ((level == at).any(0) & here.isnan()).nonzero().squeeze(-1)
             if len(new):
-                known[new] = self._proved(above[new], new)
+                here[new] = self._proved(above[new], new)
             # Any factor serves for which weight <= factor · above.
             factor = up((weight / above).amax(-1))
-            found = torch.where(level == at, up(factor * known), found)
+            found = torch.where(level == at, up(factor * here), found)
         return found
 
     def _proved(self, weight: Float64[Tensor, "b N"], which: Int64[Tensor, " b"]) -> Float64[Tensor, " b"]:
@@ -180,7 +198,7 @@ class _Chosen:
         size, rounding = self.size[which], self.rounding[which]
         error = (rounding * long + size * (2 * (long * short).sqrt() + short)).sum(-1)
         matrix = weight.unsqueeze(-1) * self.gram[which] * w
-        return gram_upper(matrix, up(error * (1 + 1e-9) + 4 * UNIT * frobenius_upper(matrix)), tolerance=1e-3)
+        return gram_upper(matrix, up(error * (1 + 1e-9) + 4 * UNIT * frobenius_upper(matrix)), tolerance=1e-6)
 
 
 def _halved(q: Tensor) -> Tensor:
@@ -189,15 +207,15 @@ def _halved(q: Tensor) -> Tensor:
 
 
 def _others(q: Float64[Tensor, "e B h n n"], u: Tensor, top: Tensor, taken: Tensor) -> Float64[Tensor, "e B h n n"]:
-    """w_j >= 2 Σ_m ∫ p_tj p_tm dt over the pairs (j, m) that are not taken: Σ π_jm (f_j - f_m)² over them <= Σ_j w_j f_j².
+    """w_j >= 2 Σ_m ∫ p_tj p_tm dt over the pairs (j, m) that are not taken.
 
-    u is the largest of p_t, which may leave the integral.
+    Over these Σ π_jm (f_j - f_m)² <= Σ_j w_j f_j². u is the largest of p_t, which may leave the integral.
     """
     both = top.expand(*q.shape[:-1], 2)
     among = q.gather(-1, both)
     outside = up(q.scatter(-1, both, 0.0).sum(-1, keepdim=True), q.shape[-1])
     left = outside + (among.unsqueeze(-1) * ~taken).sum(-2)  # for a key that is not in `top`
-    own = torch.zeros_like(taken).scatter(-1, top.unsqueeze(-1), True)  # noqa: FBT003
+    own = torch.zeros_like(taken).scatter(-1, top.unsqueeze(-1), True)
     left_top = (q.unsqueeze(-2) * ~(taken | own)).sum(-1)
     left = up(left.scatter(-1, both, left_top), q.shape[-1])
     return up(2 * torch.minimum(up(u * left), _halved(q)))
@@ -250,8 +268,10 @@ def _most_important(here: AtPoint, query: Tensor, key: Tensor, value: Tensor, to
     each = [t.each[:, None, None, None] for t in (maps.key, maps.query)]
     moved = p * apart * (math.sqrt(2) * length * each[0] + turned * each[1])
     moved[:, :, 1].scatter_(-1, top[..., :1], -1.0)  # it stands at the other side already
-    head, side, row, other = torch.unravel_index(moved.flatten(1).topk(min(_PAIRS, n) * h * n).indices, moved.shape[1:])
-    return head, row, side, other
+    best = moved.flatten(1).topk(max(1, min(_MOST, min(_PAIRS, n) * h * n)))
+    head, side, row, other = torch.unravel_index(best.indices, moved.shape[1:])
+    every = torch.arange(B, device=top.device).unsqueeze(-1)
+    return head, row, side, torch.where(best.values > 0, other, top[every, head, row, side])  # or a key with itself
 
 
 def _quadratic_form(

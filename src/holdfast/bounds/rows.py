@@ -7,8 +7,8 @@ negative, and every formula is rounded up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Generic, final
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, final
 
 import torch
 from jaxtyping import Float64
@@ -214,6 +214,14 @@ class AtPoint:
         }
         return {name: up(term).movedim(0, -1) for name, term in found.items()}
 
+    def flat(self) -> AtPoint:
+        """The same with one batch dimension."""
+        batch = self.fixed.shape
+        masked = None if self.masked is None else self.masked.expand(*batch, *self.masked.shape[-3:])
+        each = {**vars(self), "masked": masked}
+        tensors: dict[str, Any] = {name: t for name, t in each.items() if isinstance(t, Tensor)}
+        return replace(self, **{name: t.reshape(-1, *t.shape[len(batch) :]) for name, t in tensors.items()})
+
     def _together(self, queries: Float64[Tensor, "e *b h n"], keys: Float64[Tensor, "e *b h n"]) -> Tensor:
         """(e, b…) a bound of the three paths together: one token does not pass all of them at their best."""
         out, V, Q, K = self.maps.output, self.maps.value, self.maps.query, self.maps.key
@@ -294,7 +302,7 @@ def at_point(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> AtPoint:
 
 
 def projections(layer: AttentionLayer, X: Array) -> tuple[Array, Array, Array]:
-    """Queries, with the scale, keys and values (…, h, n, k); keys and values without their bias and less a common row."""
+    """Queries, with the scale, keys and values (…, h, n, k); the last two without bias and less a common row."""
     w = layer.weights(X)
     key, value = (_centred(project(X, each, None)) for each in (w.w_k, w.w_v))
     return project(X, w.w_q, w.b_q) * layer.scale, key, value

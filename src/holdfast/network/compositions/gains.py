@@ -28,14 +28,14 @@ _BOUND = "pairs"
 @final
 @register_composition
 class Gains(Composition):
-    """min_j m_j - ‖T_jᵀ‖ δ_K as in `layerwise`, where attention moves by `rows` at the very radii δ_k.
+    """min_j m_j - ‖T_jᵀ‖ δ_K as in `layerwise`, where attention moves by `pairs` at the very radii δ_k.
 
     No norm of a map on all tokens is taken, and norms of weights are taken once for a network.
     """
 
     name = "gains"
-    cost = "for every attention 3hn norms of size k x k, and O(hn²) for every radius"
-    reference = "docs/math/second-order.md, Theorem 8"
+    cost = "for every attention 3hn norms of size k x k, and for some radii an eigenvalue of size 2hn"
+    reference = "docs/math/second-order.md, Theorem 9"
     for_large = needs_no_guess = needs_no_slope = True
 
     def refusal(self, network: Network) -> str | None:
