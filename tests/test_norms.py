@@ -263,7 +263,7 @@ def test_a_wrong_factor_cannot_lower_the_bound(
     for shift in (1e-3, 0.5, 1 - 1e-12, 1.0, 1 + 1e-8):
         proved = certified._shifted(gram.matrix, tensor([float(scaled) * shift])).item()
         assert scaled <= min(proved, FLOAT_MAX)
-        monkeypatch.setattr(certified, "_largest_eigenvalue", lambda G, guess=float(scaled) * shift: tensor([guess]))
+        monkeypatch.setattr(certified, "_largest_eigenvalue", lambda G, _, guess=float(scaled) * shift: tensor([guess]))
         assert is_above(upper(operator).value, square)
 
 
@@ -277,7 +277,7 @@ eigenvalue = certified._largest_eigenvalue
 def test_a_wrong_guess_cannot_lower_the_bound(
     matrix: Tensor, square: int, guess: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(certified, "_largest_eigenvalue", lambda G: eigenvalue(G) * guess)
+    monkeypatch.setattr(certified, "_largest_eigenvalue", lambda G, tolerance: eigenvalue(G, tolerance) * guess)
     monkeypatch.setattr(certified, "_FIRST_MARGIN", 1e-17)
     value = upper(MatrixOperator(matrix)).value
     assert is_above(value, square)

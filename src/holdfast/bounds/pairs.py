@@ -29,6 +29,7 @@ from holdfast.linalg.squarings import gram_norm
 _PAIRS, _MOST = 2, 1024  # for a row, in the mean, and for all of them
 _ABOVE = 0.04  # how far μ is above ‖P‖² ‖W^V‖², relative
 _RATIO, _LEAST = 1.2, -40  # of two radii at which the largest eigenvalue is proved, and the smallest of them
+_LARGEST = 2**24  # numbers of one input that are held at once; `rows` serves beyond
 _WORTH = 0.02  # of the gain: where scores cost less, `rows` is as good
 
 
@@ -54,7 +55,7 @@ class Pairs(Bound):
         radii = a.number(eps)
         gain = rows.gain(here.terms(radii))
         costly = gain * (1 - _WORTH) > here.fixed.unsqueeze(-1)
-        if x.shape[-2] > 1 and bool(costly.any()):
+        if x.shape[-2] > 1 and layer.h * x.shape[-2] ** 2 * layer.k <= _LARGEST and bool(costly.any()):
             pairs = a.once("pairs", lambda: _chosen(a, layer, x.reshape(-1, *x.shape[-2:]), here.flat()))
             gain = torch.where(costly, gain.minimum(pairs.gain(radii.expand_as(gain))), gain)
         return Evaluation(a.lift(up(gain * radii)), {"gain": a.lift(gain)})
@@ -67,11 +68,11 @@ class _Proofs:
 
     Attributes:
         unit: (B) the first radius that was asked for; the grid has the radii unit · _RATIO^level.
-        known: for each level, √λ_max (B), not a number where it was not needed yet.
+        known: for each level the weights (B, N) and √λ_max (B), not a number where it was not needed yet.
     """
 
     unit: Tensor | None = None
-    known: dict[int, Tensor] = field(default_factory=dict)
+    known: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 @final
@@ -147,7 +148,7 @@ class _Chosen:
         joined = up(out.norm[0] * up(self.mu + self._largest(r, weight).square()).sqrt())
         rest = over_heads(queries.amax(-1), out, maps.query) + over_heads(keys.amax(-1), out, maps.key)
         whole = up(self.here.residual + joined + rest + bilinear * r).mT
-        return whole.nan_to_num(nan=math.inf).reshape(radii.shape)
+        return whole.masked_fill(whole.isnan(), math.inf).reshape(radii.shape)
 
     def _probabilities(self, r: Float64[Tensor, "e B"]) -> tuple[Tensor, Tensor]:
         """(e, B, h, n, n) the mean and the largest of every probability between the scores, from above."""
@@ -178,19 +179,24 @@ class _Chosen:
         level = torch.where(unit * _RATIO ** level.double() < r, level + 1, level)
         found = torch.full_like(r, math.inf)
         for at in torch.unique(level).tolist():
-            radius = unit.unsqueeze(0) * _RATIO**at
-            q, u = self._probabilities(radius)
-            spread = cover(q).amax(-1).clamp(max=0.5).sqrt()
-            moved = spread * radius[..., None, None] * self.here.maps.value.each.unsqueeze(-1)
-            above = self._weights(q, u, moved)[0][0].clamp(min=1e-100)
-            here = known.setdefault(at, torch.full_like(unit, math.nan))
-            new = ((level == at).any(0) & here.isnan()).nonzero().squeeze(-1)
+            if at not in known:
+                known[at] = self._above(unit * _RATIO**at), torch.full_like(unit, math.nan)
+            above, largest = known[at]
+            new = ((level == at).any(0) & largest.isnan()).nonzero().squeeze(-1)
             if len(new):
-                here[new] = self._proved(above[new], new)
+                largest[new] = self._proved(above[new], new)
             # Any factor serves for which weight <= factor · above.
             factor = up((weight / above).amax(-1))
-            found = torch.where(level == at, up(factor * here), found)
+            found = torch.where(level == at, up(factor * largest), found)
         return found
+
+    def _above(self, radius: Float64[Tensor, " B"]) -> Float64[Tensor, "B N"]:
+        """The weights at this radius of every input."""
+        at = radius.unsqueeze(0)
+        q, u = self._probabilities(at)
+        spread = cover(q).amax(-1).clamp(max=0.5).sqrt()
+        moved = spread * at[..., None, None] * self.here.maps.value.each.unsqueeze(-1)
+        return self._weights(q, u, moved)[0][0].clamp(min=1e-100)
 
     def _proved(self, weight: Float64[Tensor, "b N"], which: Int64[Tensor, " b"]) -> Float64[Tensor, " b"]:
         w = weight.unsqueeze(1)
@@ -290,7 +296,7 @@ def _quadratic_form(
     computed as S, with Z = I - (I - θPᵀP) S, is within ‖S‖ ‖Z‖/(1 - ‖Z‖) of S.
     """
     w = layer.weights(key)
-    n, d = here.P.shape[-1], layer.d
+    n = here.P.shape[-1]
     every = torch.arange(len(head), device=head.device).unsqueeze(-1)
     asked, drawn = key @ (w.w_q * layer.scale).mT, query @ w.w_k.mT  # (B, h, n, d): W^Q k and W^K q
     c2 = up(here.maps.value.norm[0].square())
@@ -300,7 +306,8 @@ def _quadratic_form(
     S = torch.linalg.inv(A.mid)
     S = (S + S.mT) / 2
     z = frobenius(-(A @ Ball.exact(S)) + eye).upper
-    off = torch.where(z < 0.5, frobenius_upper(S) * z / (1 - z) * (1 + 1e-9), torch.inf)
+    told = (z < 0.5) & (c2 > 1e-200)  # below, products of weights underflow
+    off = torch.where(told, frobenius_upper(S) * z / (1 - z) * (1 + 1e-9), torch.inf)
     identity = eye.expand(len(head), n, n)
     at_row, apart = identity[every, row], identity[every, j] - identity[every, m]  # (B, N, n)
     gram = here.p.new_zeros(*head.shape, head.shape[-1])
@@ -316,9 +323,11 @@ def _quadratic_form(
         crossed.addcmul_(turned @ apart.mT, a.mid @ b.mid.mT)
         lengths.append(_norm(a.mid) + 2 * _norm(b.mid))
         radii.append(_norm(a.rad) + 2 * _norm(b.rad))
-        largest = identity.new_ones(len(head)) if v < 0 else S[:, v].abs().amax((-2, -1)) / c2
-        size.append(up(largest))
-        rounding.append(up(largest * gamma(d + 4 * n + 64) + (0.0 if v < 0 else off[:, v] / c2)))
+        largest, unknown = (identity.new_full((len(head),), each) for each in (1.0, 0.0))
+        if v >= 0:
+            largest, unknown = S[:, v].abs().amax((-2, -1)) / c2, off[:, v] / c2
+        size.append(up(largest + unknown))
+        rounding.append(up(largest * gamma(max(layer.d, layer.k) + 2 * layer.h + 4 * n + 64) + unknown))
     parts = (torch.stack(each, 1) for each in (lengths, radii, rounding, size))
     return up(c2 / theta), gram + crossed + crossed.mT, *parts
 

@@ -51,7 +51,7 @@ def upper(operator: ProvableOperator, *, memory_limit: float = 8 * GIB) -> NormR
         )
     count = operator.batch.numel()
     step = max(1, int(min(count, memory_limit / need)))
-    parts = [_prove(operator.part(i, min(i + step, count)).gram()) for i in range(0, count, step)]
+    parts = [_prove(operator.part(i, min(i + step, count)).gram(), _FIRST_MARGIN) for i in range(0, count, step)]
     return NormResult(
         value=_finite(torch.cat([part.value for part in parts])).reshape(operator.batch),
         side="upper",
@@ -62,7 +62,7 @@ def upper(operator: ProvableOperator, *, memory_limit: float = 8 * GIB) -> NormR
     )
 
 
-def gram_upper(matrix: Tensor, error: Tensor, tolerance: float = _FIRST_MARGIN) -> Tensor:
+def gram_upper(matrix: Tensor, error: Tensor, tolerance: float) -> Tensor:
     """√λ_max, proved, of symmetric matrices (b, m, m) that are known within `error` (b); it may be infinite.
 
     Args:
@@ -70,13 +70,13 @@ def gram_upper(matrix: Tensor, error: Tensor, tolerance: float = _FIRST_MARGIN) 
         error: in the spectral norm.
         tolerance: how far λ_max may be exceeded, relative: a larger one costs less.
     """
-    finite = torch.isfinite(error) & torch.isfinite(matrix).all(-1).all(-1)
+    finite = torch.isfinite(error) & torch.isfinite(frobenius_upper(matrix))
     safe = torch.where(finite[:, None, None], matrix, 0.0)
     gram = Gram(safe, torch.where(finite, error, 0.0), torch.ones_like(error))
     return torch.where(finite, _prove(gram, tolerance).value, torch.inf)
 
 
-def _prove(gram: Gram, tolerance: float = _FIRST_MARGIN) -> NormResult:
+def _prove(gram: Gram, tolerance: float) -> NormResult:
     G = gram.matrix
     # ‖G‖_F bounds λ_max without any shift; it serves where G vanishes or no shift succeeds.
     bound = _finite(frobenius_upper(G))
