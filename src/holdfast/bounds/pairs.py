@@ -28,7 +28,7 @@ from holdfast.linalg.squarings import gram_norm
 
 _PAIRS, _MOST = 2, 1024  # for a row, in the mean, and for all of them
 _ABOVE = 0.04  # how far μ is above ‖P‖² ‖W^V‖², relative
-_RATIO, _LEAST = 1.2, -40  # of two radii at which the largest eigenvalue is proved, and the smallest of them
+_RATIO, _LEAST = 1.05, -150  # of two radii at which the largest eigenvalue is proved, and the smallest of them
 _LARGEST = 2**24  # numbers of one input that are held at once; `rows` serves beyond
 _WORTH = 0.02  # of the gain: where scores cost less, `rows` is as good
 
