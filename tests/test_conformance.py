@@ -32,6 +32,7 @@ from holdfast.testing import (
     ProvableConformance,
     cases,
 )
+from holdfast.testing.layers import Case
 
 BIBLIOGRAPHY = Path(__file__).parents[1] / "docs" / "references.bib"
 OWN_WORK = "holdfast"
@@ -82,6 +83,11 @@ class TestRows(BoundConformance):
 class TestPairs(BoundConformance):
     def name(self) -> str:
         return "pairs"
+
+    def test_order_of_tokens_does_not_matter(self, typical: Case) -> None:
+        """Much: of keys with equal probabilities the first one is taken."""
+        order = [(i + 1) % typical.x.shape[-2] for i in range(typical.x.shape[-2])][::-1]
+        self._same(typical.permuted(order), self._values(typical, (0.03, 1.0)), (0.03, 1.0), tolerance=1e-3)
 
 
 class TestYudinBall(BoundConformance):

@@ -26,9 +26,9 @@ from holdfast.linalg.certified import gram_upper
 from holdfast.linalg.rounding import UNIT, as_ball, frobenius, frobenius_upper, gamma
 from holdfast.linalg.squarings import gram_norm
 
-_PAIRS, _MOST = 2, 1024  # for a row, in the mean, and for all of them
-_ABOVE = 0.04  # how far μ is above ‖P‖² ‖W^V‖², relative
-_RATIO, _LEAST = 1.05, -150  # of two radii at which the largest eigenvalue is proved, and the smallest of them
+_PAIRS, _MOST = 3, 1536  # for a row, in the mean, and for all of them
+_ABOVE, _MUCH = 1.02, 1.26  # times ‖P‖² ‖W^V‖² and ‖W^V‖²: between them μ follows the price of content
+_RATIO, _LEAST = 1.03, -250  # of two radii at which the largest eigenvalue is proved, and the smallest of them
 _LARGEST = 2**24  # numbers of one input that are held at once; `rows` serves beyond
 _WORTH = 0.02  # of the gain: where scores cost less, `rows` is as good
 
@@ -43,7 +43,7 @@ class Pairs(Bound):
 
     name = "pairs"
     score_terms = ("bias",)
-    cost = "that of `rows`, and for some radii an eigenvalue of size 2hn"
+    cost = "that of `rows`, and for some radii an eigenvalue of size 3hn"
     reference: ClassVar[str] = "holdfast"
     in_best = False
 
@@ -90,7 +90,7 @@ class _Chosen:
         second: (B, N) m.
         apart: (B, N) ‖v_lj - v_lm‖.
         mu: (B) μ.
-        gram: (B, N, N) ⟨c_s, R c_s'⟩, within `error`.
+        gram: (B, N, N) ⟨c_s, R c_s'⟩, but for rounding.
         lengths: (B, 1 + h, N) of the parts of c_s that it is made of, and their radii.
         radii: see lengths.
         rounding: (B, 1 + h) what entries of `gram` are off by, relative to a product of two lengths …
@@ -300,7 +300,9 @@ def _quadratic_form(
     every = torch.arange(len(head), device=head.device).unsqueeze(-1)
     asked, drawn = key @ (w.w_q * layer.scale).mT, query @ w.w_k.mT  # (B, h, n, d): W^Q k and W^K q
     c2 = up(here.maps.value.norm[0].square())
-    theta = 1 / (here.norms.amax(-1).square() * (1 + _ABOVE))
+    norm2 = here.norms.amax(-1).square()
+    price = rows.gain(here.terms(norm2.new_zeros(1))).squeeze(-1) / here.fixed - 1
+    theta = 1 / (norm2 * (1 + price / 2)).clamp(max=_MUCH).maximum(norm2 * _ABOVE)  # any below 1/‖P‖² serves
     P, eye = Ball(here.p, here.rad), torch.eye(n, dtype=torch.float64, device=head.device)
     A = -((P.mT @ P) * theta[:, None, None, None]) + eye
     S = torch.linalg.inv(A.mid)

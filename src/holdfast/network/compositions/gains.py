@@ -34,7 +34,7 @@ class Gains(Composition):
     """
 
     name = "gains"
-    cost = "for every attention 3hn norms of size k x k, and for some radii an eigenvalue of size 2hn"
+    cost = "for every attention 3hn norms of size k x k, and for some radii an eigenvalue of size 3hn"
     reference = "docs/math/second-order.md, Theorem 9"
     for_large = needs_no_guess = needs_no_slope = True
 
