@@ -28,7 +28,7 @@ from holdfast.linalg.squarings import gram_norm
 
 _PAIRS, _MOST = 3, 1536  # for a row, in the mean, and for all of them
 _ABOVE, _MUCH = 1.02, 1.26  # times ‖P‖² ‖W^V‖² and ‖W^V‖²: between them μ follows the price of content
-_RATIO, _LEAST = 1.03, -250  # of two radii at which the largest eigenvalue is proved, and the smallest of them
+_RATIO, _LEAST = 1.02, -400  # of two radii at which the largest eigenvalue is proved, and the smallest of them
 _LARGEST = 2**24  # numbers of one input that are held at once; `rows` serves beyond
 _WORTH = 0.02  # of the gain: where scores cost less, `rows` is as good
 

@@ -92,11 +92,13 @@ class Composition(Method):
         one_by_one: whether a CPU is better off with one input at a time, for the sake of its memory.
         needs_no_guess: whether the curve is the same for both guarantees; it is then searched as it is.
         needs_no_slope: whether the search begins without the network's gradient, which costs more than a few radii.
+        precision: to which a radius is found, relative.
     """
 
     one_by_one: ClassVar[bool] = False
     needs_no_guess: ClassVar[bool] = False
     needs_no_slope: ClassVar[bool] = False
+    precision: ClassVar[float] = PRECISION
 
     @abstractmethod
     def _curve(self, centre: Centre) -> Curve:
@@ -125,7 +127,7 @@ class Composition(Method):
 
     @final
     def __call__(self, centre: Centre, beyond: Float64[Tensor, " b"] | None = None) -> Radii:
-        """The largest radii with a positive margin, found to a relative precision of 1e-3."""
+        """The largest radii with a positive margin."""
         self._check(centre.network)
         first = centre.head_radius if self.needs_no_slope else centre.first_order_radius
         known = torch.zeros_like(first) if beyond is None else beyond
@@ -134,13 +136,13 @@ class Composition(Method):
         least = torch.where(known > 0, known, _SMALLEST * first)
         if centre.proved and not self.needs_no_guess:
             most = self(centre.numerical, beyond).radius
-            begin, stride = most * (1 - PRECISION / 2), 1 - 4 * PRECISION
+            begin, stride = most * (1 - self.precision / 2), 1 - 4 * self.precision
         else:
             most, begin, stride = _LARGEST * first, torch.where(known > 0, known, first), _STRIDE
         begin = torch.where(centre.margin > 0, begin, 0.0)
         radius, margin = torch.zeros_like(first), centre.margin
         if bool((begin > 0).any()):
-            radius, margin = _largest(self.curve(centre), centre.margin, begin, least, most, stride)
+            radius, margin = _largest(self.curve(centre), centre.margin, begin, least, most, stride, self.precision)
         return Radii(radius, torch.where(radius > 0, margin, centre.margin), (self.name,) * len(first))
 
 
@@ -183,7 +185,7 @@ def smallest_margin(centre: Centre, lost: Float64[Tensor, "b classes"]) -> Float
 
 
 def _largest(
-    curve: Curve, lead: Tensor, begin: Tensor, least: Tensor, most: Tensor, stride: float
+    curve: Curve, lead: Tensor, begin: Tensor, least: Tensor, most: Tensor, stride: float, precision: float
 ) -> tuple[Tensor, Tensor]:
     """The largest radii (b) with a positive margin, and that margin; 0 where none is found.
 
@@ -199,14 +201,14 @@ def _largest(
         holds, fails = searching & (margin > 0), searching & ~(margin > 0)
         low, above = torch.where(holds, eps, low), torch.where(holds, margin, above)
         high, below = torch.where(fails, eps, high), torch.where(fails, margin, below)
-        apart = torch.minimum(high, most) > low * (1 + PRECISION)
+        apart = torch.minimum(high, most) > low * (1 + precision)
         searching = searching & apart & (high > least)
         if not bool(searching.any()):
             break
         little, much = ((1 - end / lead).clamp(min=1e-6).log() for end in (above, below))
         share = -little / (much - little)
         # On the far side of the root, as seen from the nearer end: then both ends come close to it.
-        share = share + torch.where(share < 0.5, 1, -1) * (PRECISION / 3) / torch.log(high / low)
+        share = share + torch.where(share < 0.5, 1, -1) * (precision / 3) / torch.log(high / low)
         middle = torch.where((much < _STEEP) & (share < 1) & (step % 3 < 2), share, 0.5)
         between = torch.where(low > 0, low * (high / low) ** middle, high * stride)
         eps = torch.where(searching, torch.where(torch.isinf(high), low * 2, between), eps)

@@ -37,6 +37,7 @@ class Gains(Composition):
     cost = "for every attention 3hn norms of size k x k, and for some radii an eigenvalue of size 3hn"
     reference = "docs/math/second-order.md, Theorem 9"
     for_large = needs_no_guess = needs_no_slope = True
+    precision = 1e-4
 
     def refusal(self, network: Network) -> str | None:
         layers = (piece.layer for piece in network.pieces() if isinstance(piece, Attention))
