@@ -226,7 +226,8 @@ def killed_runs(path: Path, kills: int, count: int) -> int:
         process = context.Process(target=_child, args=(path, draw.randint(1, 5), count))
         process.start()
         before = path.stat().st_size if path.exists() else 0
-        while draw.random() < 0.6 and process.is_alive():  # until it has written something, or not
+        patient = draw.random() < 0.3
+        while (patient or draw.random() < 0.6) and process.is_alive():  # until it has written something, or not
             time.sleep(0.004)
             if path.exists() and path.stat().st_size > before + draw.randint(0, 900):
                 break

@@ -185,7 +185,7 @@ def smallest_margin(centre: Centre, lost: Float64[Tensor, "b classes"]) -> Float
 
 
 def _largest(
-    curve: Curve, lead: Tensor, begin: Tensor, least: Tensor, most: Tensor, stride: float, precision: float
+    curve: Curve, lead: Tensor, begin: Tensor, least: Tensor, most: Tensor, stride: float, precision: float = PRECISION
 ) -> tuple[Tensor, Tensor]:
     """The largest radii (b) with a positive margin, and that margin; 0 where none is found.
 
