@@ -140,9 +140,7 @@ class _Chosen:
         drawn = up(omega.square().unsqueeze(-1) * weights).mT
         keys = grown(self.drawn_top, self.drawn, drawn, self.here.query_length).sqrt()
         queries = up(omega * (key + damping * near * maps.key.each.unsqueeze(-1)))
-        spread = cover(q).amax(-1).clamp(max=0.5).sqrt()
-        weight, omega = self._weights(q, u, spread * near * maps.value.each.unsqueeze(-1))
-        bent = up((omega * spread).amax(-1))
+        weight, bent = self._weights(r, q, u)
         bilinear = over_heads(bent * maps.query.each, out, maps.key)
         bilinear = bilinear.minimum(over_heads(bent * maps.key.each, out, maps.query))
         joined = up(out.norm[0] * up(self.mu + self._largest(r, weight).square()).sqrt())
@@ -156,8 +154,10 @@ class _Chosen:
         largest = up((here.log_p + up((here.slope + here.bend * at) * at)).clamp(max=0.0).exp())
         return here.probabilities(at), largest.clamp(max=1.0).nan_to_num(nan=1.0)
 
-    def _weights(self, q: Tensor, u: Tensor, moved: Float64[Tensor, "e B h n"]) -> tuple[Tensor, Tensor]:
-        """(e, B, N) √π_s Ω_li of the chosen pairs, and Ω_li (e, B, h, n), where values move by `moved`."""
+    def _weights(self, r: Float64[Tensor, "e B"], q: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """(e, B, N) √π_s Ω_li of the chosen pairs, and (e, B, h) the largest Ω_li √λ_li."""
+        spread = cover(q).amax(-1).clamp(max=0.5).sqrt()
+        moved = spread * r[..., None, None] * self.here.maps.value.each.unsqueeze(-1)
         every = torch.arange(len(self.head), device=q.device).unsqueeze(-1)
         one, other, most, least = (
             t[:, every, self.head, self.row, at] for t in (q, u) for at in (self.first, self.second)
@@ -168,7 +168,7 @@ class _Chosen:
             2, (self.head * moved.shape[-1] + self.row).expand_as(pi), up(pi * self.apart.square())
         )
         omega = up(up(squares.reshape(moved.shape), 2 * moved.shape[-1]).sqrt() + moved)
-        return up(pi.sqrt() * omega[:, every, self.head, self.row]), omega
+        return up(pi.sqrt() * omega[:, every, self.head, self.row]), up((omega * spread).amax(-1))
 
     def _largest(self, r: Float64[Tensor, "e B"], weight: Float64[Tensor, "e B N"]) -> Float64[Tensor, "e B"]:
         """√λ_max(diag(w) G diag(w)); it is proved at a few radii, and what is proved at a larger one is scaled down."""
@@ -193,10 +193,7 @@ class _Chosen:
     def _above(self, radius: Float64[Tensor, " B"]) -> Float64[Tensor, "B N"]:
         """The weights at this radius of every input."""
         at = radius.unsqueeze(0)
-        q, u = self._probabilities(at)
-        spread = cover(q).amax(-1).clamp(max=0.5).sqrt()
-        moved = spread * at[..., None, None] * self.here.maps.value.each.unsqueeze(-1)
-        return self._weights(q, u, moved)[0][0].clamp(min=1e-100)
+        return self._weights(at, *self._probabilities(at))[0][0].clamp(min=1e-100)
 
     def _proved(self, weight: Float64[Tensor, "b N"], which: Int64[Tensor, " b"]) -> Float64[Tensor, " b"]:
         w = weight.unsqueeze(1)
