@@ -12,6 +12,7 @@ from holdfast.linalg import Ball, MatrixOperator, upper
 from holdfast.network.base import LinearPiece, SmoothPiece
 from holdfast.nn import (
     Chain,
+    Convolution,
     Entrywise,
     Flattened,
     LayerProject,
@@ -71,7 +72,7 @@ LAYERS = {
     "flat": lambda: Flattened(TOKENS, WIDTH),
     "shifts": lambda: Shifts((2, 2), WIDTH),
     "neighbourhoods": lambda: Neighbourhoods((2, 2), WIDTH),
-    "convolution": lambda: Chain(Neighbourhoods((2, 2), WIDTH), Linear(9 * WIDTH, WIDTH)),
+    "convolution": lambda: Convolution((2, 2), WIDTH, WIDTH),
     "merged": lambda: MergedTokens((2, 2), WIDTH, 2),
     "chain": lambda: Chain(Linear(WIDTH, WIDTH, norm=0.5), Entrywise(WIDTH, "abs"), Linear(WIDTH, WIDTH, kind="sll")),
 }
@@ -211,15 +212,15 @@ def test_shifts_with_an_orthogonal_map_are_a_circular_convolution():
     assert torch.allclose(mix(shifts(x)), expected, atol=1e-5)
 
 
-def test_neighbourhoods_with_a_map_are_a_circular_convolution():
+@pytest.mark.parametrize("grid", [(5, 6), (1, 3), (2, 1)])
+def test_a_convolution_is_neighbourhoods_and_a_map(grid):
     torch.manual_seed(0)
-    grid, width = (5, 6), 4
-    around, mix = Neighbourhoods(grid, width), Linear(9 * width, 7, bias=False)
-    x = torch.randn(2, 30, width)
-    kernel = mix.weight.detach().reshape(7, 3, 3, width).permute(0, 3, 1, 2) / 3
-    image = torch.nn.functional.pad(x.mT.reshape(2, width, *grid), (1, 1, 1, 1), mode="circular")
-    expected = torch.nn.functional.conv2d(image, kernel).flatten(2).mT
-    assert torch.allclose(mix(around(x)), expected, atol=1e-6)
+    convolution = Convolution(grid, 4, 7).double()
+    torch.nn.init.normal_(convolution.map.bias)
+    x = torch.randn(2, grid[0] * grid[1], 4, dtype=torch.float64)
+    expected = convolution.map(convolution.around(x))
+    assert torch.allclose(convolution(x), expected, atol=1e-14)
+    assert convolution.gain == 1.0
 
 
 def test_neighbourhoods_keep_the_norm():

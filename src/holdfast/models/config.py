@@ -62,7 +62,8 @@ class ModelConfig:
         activation: its activation; half- acts on half of the channels.
         activation_sharpness: s of softplus and smooth-abs.
         pool: the mean of the tokens, or all of them flattened.
-        neck: width of an orthogonal map before the head; 0 for none.
+        neck: width of a map before the head; 0 for none.
+        neck_layers: feed-forward parts between neck and head, where one token is left: many parameters for little time.
         head: unit rows, or a map of limited norm.
     """
 
@@ -96,6 +97,7 @@ class ModelConfig:
     activation_sharpness: float = 4.0
     pool: Pool = "flatten"
     neck: int = 0
+    neck_layers: int = 0
     head: HeadKind = "unit-rows"
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from holdfast.models.config import ModelConfig
 from holdfast.network.network import Head, Network
 from holdfast.nn import (
     Chain,
+    Convolution,
     Entrywise,
     Flattened,
     Layer,
@@ -24,7 +25,6 @@ from holdfast.nn import (
     MaxMin,
     MeanPool,
     MergedTokens,
-    Neighbourhoods,
     Patches,
     PositionCodes,
     SelfAttention,
@@ -123,7 +123,7 @@ def _stem(c: ModelConfig) -> list[Layer]:
         if c.stem == "shifts":
             layers += [Shifts(grid, c.stem_width), Linear(c.stem_width, c.stem_width, kind=c.maps)]
         else:
-            layers += [Neighbourhoods(grid, c.stem_width), Linear(9 * c.stem_width, c.stem_width, kind=c.maps)]
+            layers.append(Convolution(grid, c.stem_width, c.stem_width, kind=c.maps))
         layers.append(_activation(c, c.stem_width))
     merged = MergedTokens(grid, c.stem_width, c.patch // 2)
     return [*layers, merged, Linear(merged.width * merged.factor**2, c.width, kind=c.maps)]
@@ -140,22 +140,23 @@ def _block(c: ModelConfig) -> list[Layer]:
         position_scores=scores,
         residual=float(c.residual),
     )
-    hidden = c.expansion * c.width
-    feed_forward: list[Layer]
-    if c.feed_forward == "sll":
-        activation = _activation(c, hidden)
-        if not isinstance(activation, Entrywise):
-            raise InputError("activation is 'maxmin'; an SLL layer needs relu, softplus or tanh")
-        feed_forward = [Sll(c.width, activation)]
-    else:
-        up, down = Linear(c.width, hidden, kind=c.maps), Linear(hidden, c.width, kind=c.maps)
-        down.start_as_inverse(up)
-        feed_forward = [up, _activation(c, hidden), down]
+    feed_forward = _feed_forward(c, c.width)
     if c.projection == "none":
         return [attention, *feed_forward]
     smooth = c.projection == "smooth"
     second = LayerProject(c.feed_forward_radius or math.sqrt(c.width), smooth=smooth)
     return [LayerProject(c.attention_radius, smooth=smooth), attention, second, *feed_forward]
+
+
+def _feed_forward(c: ModelConfig, width: int) -> list[Layer]:
+    activation = _activation(c, c.expansion * width)
+    if c.feed_forward == "maps":
+        up, down = Linear(width, c.expansion * width, kind=c.maps), Linear(c.expansion * width, width, kind=c.maps)
+        down.start_as_inverse(up)
+        return [up, activation, down]
+    if not isinstance(activation, Entrywise):
+        raise InputError("activation is 'maxmin'; an SLL layer needs relu, softplus or tanh")
+    return [Sll(width, activation)]
 
 
 def _activation(c: ModelConfig, width: int) -> Layer:
@@ -169,4 +170,5 @@ def _pool(c: ModelConfig) -> list[Layer]:
     tokens = math.prod(c.grid)
     pool: Layer = MeanPool(tokens) if c.pool == "mean" else Flattened(tokens, c.width)
     width = c.width if c.pool == "mean" else tokens * c.width
-    return [pool, Linear(width, c.neck, kind=c.maps)] if c.neck else [pool]
+    neck: list[Layer] = [Linear(width, c.neck, kind=c.maps)] if c.neck else []
+    return [pool, *neck, *(layer for _ in range(c.neck_layers) for layer in _feed_forward(c, c.neck or width))]

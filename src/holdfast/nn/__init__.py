@@ -7,6 +7,7 @@ parametrisations, which `plain` removes, or by steps on the manifold, which `Man
 from holdfast.nn.activations import Entrywise, MaxMin
 from holdfast.nn.arrangement import Flattened, MergedTokens, Neighbourhoods, Patches, Shifts, shift_scores
 from holdfast.nn.attention import SelfAttention
+from holdfast.nn.convolution import Convolution
 from holdfast.nn.layer import Chain, Layer, plain
 from holdfast.nn.linear import Linear, UnitRowHead, manifold_parameters
 from holdfast.nn.manifold import ManifoldStep
@@ -16,6 +17,7 @@ from holdfast.nn.tokens import MeanPool, PositionCodes
 
 __all__ = [
     "Chain",
+    "Convolution",
     "Entrywise",
     "Flattened",
     "Layer",

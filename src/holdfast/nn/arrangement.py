@@ -142,6 +142,7 @@ class Neighbourhoods(_AroundGrid):
     """
 
     root = 3
+    count: ClassVar[int] = root**2
 
     def arrange(self, x: Tensor) -> Tensor:
         """Tokens, row by row of the grid."""
