@@ -407,7 +407,8 @@ def test_a_tie_is_not_decided() -> None:
 
 
 def test_a_grid_gives_bounds_from_above() -> None:
-    grid = Grid(*torch.tensor([[0.1, 3.0], [10.0, 1e3]], dtype=torch.float64))
+    base, limit = torch.tensor([[0.1, 3.0], [10.0, 1e3]], dtype=torch.float64)
+    grid = Grid(lambda: base, limit)
     calls = []
 
     def cube(rho: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import final
 
 import torch
@@ -30,12 +31,16 @@ class Grid:
     """Radii base · RATIO^level, for each input its own.
 
     Args:
-        base: (b) positive.
+        base: gives them, (b) and positive; it is asked when they are needed.
         limit: (b) radii above it are not looked at.
     """
 
-    def __init__(self, base: Float64[Tensor, " b"], limit: Float64[Tensor, " b"]) -> None:
-        self._base, self._limit = base.unsqueeze(-1), limit.unsqueeze(-1)
+    def __init__(self, base: Callable[[], Float64[Tensor, " b"]], limit: Float64[Tensor, " b"]) -> None:
+        self._find_base, self._limit = base, limit.unsqueeze(-1)
+
+    @cached_property
+    def _base(self) -> Float64[Tensor, "b 1"]:
+        return self._find_base().unsqueeze(-1)
 
     def level(self, rho: Float64[Tensor, "b e"]) -> Int64[Tensor, "b e"]:
         """The lowest level whose radius is not below rho."""
@@ -48,6 +53,8 @@ class Grid:
 
     def radius(self, level: Int64[Tensor, "b e"]) -> Float64[Tensor, "b e"]:
         """The radius of a level; 0 at `ZERO`."""
+        if bool((level == ZERO).all()):
+            return torch.zeros_like(level, dtype=torch.float64)
         powers = torch.pow(torch.tensor(RATIO, dtype=torch.float64, device=level.device), level)
         return torch.where(level == ZERO, 0.0, self._base * powers)
 

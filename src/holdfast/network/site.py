@@ -55,7 +55,7 @@ class Site:
 
     @cached_property
     def _grid(self) -> Grid:
-        return Grid(self._scale(), self._limit)
+        return Grid(self._scale, self._limit)
 
     @cached_property
     def _reach(self) -> Curve:

@@ -45,7 +45,7 @@ class LofastComposition(Composition):
     def _curve(self, centre: Centre) -> Curve:
         stages = [stage_reach(stage, _site_reach) for stage in centre.stages]
         a = centre.a
-        head = a.number(a.matrix_norm(a.lift(centre.network.head.weight)))
+        head = a.number(a.matrix_norm(a.lift(centre.network.head.weight.to(centre.x))))
 
         def margins(eps: Tensor) -> Tensor:
             delta = eps.unsqueeze(-1)
@@ -60,7 +60,8 @@ def _site_reach(site: Site) -> Reach:
     """Theorem 1 as the polynomial that it is, with its norms computed once; ũ stands within r of the exact input."""
     if not isinstance(site.piece, Attention):
         return site.own_reach
-    terms = bounds["lofast"](site.piece.layer, site.u, 1.0, guarantee=site.a.guarantee).terms
+    layer = site.piece.layer.to(device=site.u.device)
+    terms = bounds["lofast"](layer, site.u, 1.0, guarantee=site.a.guarantee).terms
     zeta, heads = terms["zeta"], [terms[name] for name in ("norm_M", "norm_A", "norm_XC", "norm_C")]
     M, A, XC, C = (term.expand(*zeta.shape, -1).unsqueeze(-1) for term in heads)
 
