@@ -16,7 +16,7 @@ from holdfast.nn.linear import Linear, MapKind
 
 @final
 class Convolution(Layer):
-    """A 3 × 3 convolution with a whole kernel, around the edges of the grid: `Neighbourhoods`, then a map of limited norm.
+    """A 3 × 3 convolution with a whole kernel, around the edges of a grid: `Neighbourhoods` and a map of limited norm.
 
     Certificates take it in these two pieces; it runs as one convolution, which spares the nine copies.
 
