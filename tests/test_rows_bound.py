@@ -260,6 +260,46 @@ def test_paths_of_one_token_and_head_add_up() -> None:
     torch.testing.assert_close(found, 10 * one[0, 0], rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_traces_and_norms_are_not_below_the_largest_eigenvalues(seed: int) -> None:
+    case = draw(seed)
+    for here in (rows.by_traces(Proved(), case.layer, case.x), rows.at_point(Proved(), case.layer, case.x)):
+        apart = [z.mid.unsqueeze(-3) - (here.p @ z.mid).unsqueeze(-2) for z in (here.value, here.key)]
+        tops = [
+            (here.value_top, here.p, apart[0]),
+            (here.key_top, here.p, apart[1]),
+            (here.drawn_top, here.drawn, here.query.mid.unsqueeze(-3)),
+        ]
+        for top, weights, z in tops:
+            exact = torch.linalg.eigvalsh((weights.unsqueeze(-1) * z).mT @ z)[..., -1]
+            assert bool((top >= exact * (1 - 1e-9)).all())
+
+
+def test_scores_that_hardly_move_need_no_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = layer_of(6, 8, 2, seed=3, peak=4.0)
+    still = AttentionLayer(1e-9 * layer.w_q, layer.w_k, layer.w_v, layer.w_o, score_bias=layer.score_bias)
+    exact = rows.gain(rows.at_point(Proved(), still, x).terms(torch.tensor(RADII, dtype=torch.float64)))
+
+    def refuse(*_: Any) -> Tensor:
+        raise AssertionError("a norm was taken")
+
+    monkeypatch.setattr(rows, "covariance_norms", refuse)
+    found = holdfast.bound(still, x, RADII, method="rows").value
+    assert bool((found >= attained(still, x, RADII)).all())
+    torch.testing.assert_close(found, exact * torch.tensor(RADII, dtype=torch.float64), rtol=2e-6, atol=0)
+    with pytest.raises(AssertionError, match="a norm was taken"):
+        holdfast.bound(layer, x, RADII, method="rows")
+
+
+@pytest.mark.parametrize("method", ["rows", "pairs"])
+def test_an_input_whose_scores_hardly_move_does_not_change_another(method: str) -> None:
+    layer, x = layer_of(6, 8, 2, seed=3, peak=4.0)
+    both = torch.stack([x[0], 1e-9 * x[0], x[1]])
+    together = holdfast.bound(layer, both, (1e-9, 0.1), method=method).value
+    alone = torch.cat([holdfast.bound(layer, each[None], (1e-9, 0.1), method=method).value for each in both])
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=0)
+
+
 def test_mean_probabilities_between_the_scores() -> None:
     layer, x = layer_of(5, 8, 2, seed=6, row=2.0, peak=2.0, weight=2.0)
     here, dice = rows.at_point(Numerical(), layer, x), Dice(7)

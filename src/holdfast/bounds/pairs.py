@@ -51,11 +51,12 @@ class Pairs(Bound):
         return None
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
-        here = a.once("rows", lambda: at_point(a, layer, x))
         radii = a.number(eps)
-        gain = rows.gain(here.terms(radii))
-        costly = gain * (1 - _WORTH) > here.fixed.unsqueeze(-1)
+        terms = rows.terms_of(a, layer, x, radii)
+        gain = rows.gain(terms)
+        costly = gain * (1 - _WORTH) > terms["fixed"]
         if x.shape[-2] > 1 and layer.h * x.shape[-2] ** 2 * layer.k <= _LARGEST and bool(costly.any()):
+            here = a.once("rows", lambda: at_point(a, layer, x))
             pairs = a.once("pairs", lambda: _chosen(a, layer, x.reshape(-1, *x.shape[-2:]), here.flat()))
             gain = torch.where(costly, gain.minimum(pairs.gain(radii.expand_as(gain))), gain)
         return Evaluation(a.lift(up(gain * radii)), {"gain": a.lift(gain)})

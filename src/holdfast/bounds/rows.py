@@ -33,6 +33,7 @@ from holdfast.linalg import Array, Ball
 from holdfast.linalg.rounding import as_ball
 
 _LEAST_LOG, _LEAST_GROWTH = -650.0, 2.0**-44  # exp of the one, times the other, is a normal number
+_IDLE = 2.0**-20  # of the gain: where scores cost less, traces do in place of norms
 _NEARLY = 0.9  # of the largest norm of a head: costs that head next to nothing, and the others count for less
 
 
@@ -57,8 +58,7 @@ class Rows(Bound):
         return None
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
-        here = a.once("rows", lambda: at_point(a, layer, x))
-        terms = here.terms(a.number(eps))
+        terms = terms_of(a, layer, x, a.number(eps))
         value = up(gain(terms) * a.number(eps))
         return Evaluation(a.lift(value), {name: a.lift(term) for name, term in terms.items()})
 
@@ -158,12 +158,15 @@ class AtPoint:
         slope: (b…, h, n, n) ℓ of Lemma 3.
         bend: (b…, h, n, n) κ of Lemma 3.
         masked: (b…, 1, n, n) pairs that no head attends to, or None.
-        value_top: (b…, h, n) λ_max(Σ_j p_lij (v_lj - c_li)(v_lj - c_li)ᵀ).
+        query: (b…, h, n, k) q_li.
+        key: (b…, h, n, k) likewise, up to a common row.
+        value: (b…, h, n, k) likewise, up to a common row.
+        value_top: (b…, h, n) λ_max(Σ_j p_lij (v_lj - c_li)(v_lj - c_li)ᵀ), or the trace.
         key_top: (b…, h, n) the same of the keys.
         value_far: (b…, h, n, n) ‖v_lj - c_li‖², 0 where masked.
         key_far: (b…, h, n, n) the same of the keys.
         drawn: (b…, h, n, n) Ω_li² d_lij at X, (j, i).
-        drawn_top: (b…, h, n) λ_max(Σ_i drawn_lji q_li q_liᵀ).
+        drawn_top: (b…, h, n) λ_max(Σ_i drawn_lji q_li q_liᵀ), or the trace.
         query_length: (b…, h, 1, n) ‖q_li‖².
         share: (b…, h, n, n) s_lji, how much row i counts among those that key j draws; any positive numbers.
     """
@@ -179,6 +182,9 @@ class AtPoint:
     slope: Tensor
     bend: Tensor
     masked: Tensor | None
+    query: Ball
+    key: Ball
+    value: Ball
     value_top: Tensor
     key_top: Tensor
     value_far: Tensor
@@ -213,6 +219,22 @@ class AtPoint:
             "together": self._together(queries, shared) + self.residual,
         }
         return {name: up(term).movedim(0, -1) for name, term in found.items()}
+
+    def sharpened(self) -> AtPoint:
+        """The same by norms; as these are not exact, some are above the traces."""
+        value_top, key_top = (
+            top.minimum(covariance_norms(self.p, z))
+            for top, z in ((self.value_top, self.value), (self.key_top, self.key))
+        )
+        drawn = _drawn(value_top, self.p)
+        return replace(
+            self,
+            value_top=value_top,
+            key_top=key_top,
+            drawn=drawn,
+            drawn_top=self.drawn_top.minimum(moment_norms(drawn, self.query)),
+            share=shares(drawn * self.query_length),
+        )
 
     def flat(self) -> AtPoint:
         """The same with one batch dimension."""
@@ -252,7 +274,26 @@ def gain(terms: dict[str, Tensor]) -> Tensor:
     return up(apart.minimum(terms["together"]))
 
 
+def terms_of(
+    a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, radii: Float64[Tensor, "*b e"]
+) -> dict[str, Float64[Tensor, "*b e"]]:
+    """The parts of δ/ε: by norms where scores cost something."""
+    rough = a.once("rows, by traces", lambda: by_traces(a, layer, x))
+    terms = rough.terms(radii)
+    idle = gain(terms) <= rough.fixed.unsqueeze(-1) * (1 + _IDLE)
+    if bool(idle.all()):
+        return terms
+    here = a.once("rows", rough.sharpened)
+    return {name: torch.where(idle, terms[name], term) for name, term in here.terms(radii).items()}
+
+
 def at_point(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> AtPoint:
+    """The layer at X by norms: of all small matrices, which takes most of the time."""
+    return by_traces(a, layer, x).sharpened()
+
+
+def by_traces(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> AtPoint:
+    """The layer at X with the trace of every small matrix, which is not below its norm, in place of it."""
     X = a.lift(x)
     weights = (layer.w_q, layer.w_k, layer.w_v, layer.w_o)
     w, allowed = layer.weights(X), layer.allowed(x.shape[-2])
@@ -270,11 +311,11 @@ def at_point(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> AtPoint:
         maps.scores,
     )
     log_p = a.number(scores.log_softmax(-1))
-    p = as_ball(P).mid
-    value_top, key_top = covariance_norms(p, value), covariance_norms(p, key)
+    p, n = as_ball(P).mid, x.shape[-2]
     exact = a.lift(p)
     value_far, key_far = (_hidden(a.number(distances_from_means(exact, z @ z.mT)), masked) for z in (value, key))
-    drawn = up(value_top.unsqueeze(-1) * cover(p)).mT
+    value_top, key_top = (up((p * far).sum(-1), n) for far in (value_far, key_far))
+    drawn = _drawn(value_top, p)
     query_length = a.number(query.square().sum(-1)).unsqueeze(-2)
     above = a.number(P).clamp(max=1.0)
     norms = norm_of_probabilities(above)
@@ -290,12 +331,15 @@ def at_point(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> AtPoint:
         slope=a.number(slope),
         bend=a.number(bend),
         masked=masked,
+        query=as_ball(query),
+        key=as_ball(key),
+        value=as_ball(value),
         value_top=value_top,
         key_top=key_top,
         value_far=value_far,
         key_far=key_far,
         drawn=drawn,
-        drawn_top=moment_norms(drawn, query),
+        drawn_top=up((drawn * query_length).sum(-1), n),
         query_length=query_length,
         share=shares(drawn * query_length),
     )
@@ -306,6 +350,10 @@ def projections(layer: AttentionLayer, X: Array) -> tuple[Array, Array, Array]:
     w = layer.weights(X)
     key, value = (_centred(project(X, each, None)) for each in (w.w_k, w.w_v))
     return project(X, w.w_q, w.b_q) * layer.scale, key, value
+
+
+def _drawn(value_top: Float64[Tensor, "*b n"], p: Float64[Tensor, "*b n n"]) -> Float64[Tensor, "*b n n"]:
+    return up(value_top.unsqueeze(-1) * cover(p)).mT
 
 
 def _centred(z: Array) -> Array:
