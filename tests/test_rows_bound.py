@@ -300,6 +300,12 @@ def test_an_input_whose_scores_hardly_move_does_not_change_another(method: str) 
     torch.testing.assert_close(together, alone, rtol=1e-12, atol=0)
 
 
+def test_a_flattened_point_can_be_sharpened() -> None:
+    layer, x = layer_of(5, 8, 2, seed=1)
+    here = rows.by_traces(Proved(), layer, torch.stack([x, 2 * x, 3 * x]))
+    torch.testing.assert_close(here.flat().sharpened().key_top, here.sharpened().flat().key_top, rtol=0, atol=0)
+
+
 def test_mean_probabilities_between_the_scores() -> None:
     layer, x = layer_of(5, 8, 2, seed=6, row=2.0, peak=2.0, weight=2.0)
     here, dice = rows.at_point(Numerical(), layer, x), Dice(7)

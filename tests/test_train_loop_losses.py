@@ -12,7 +12,7 @@ from holdfast.attention.layer import split_heads
 from holdfast.errors import InputError
 from holdfast.models import Transformer, config
 from holdfast.network.attention import Attention
-from holdfast.nn import LayerProject, SelfAttention
+from holdfast.nn import Convolution, LayerProject, SelfAttention
 from holdfast.nn.content import content_off
 from holdfast.train.augment import AUGMENTATIONS
 from holdfast.train.forward import features, logits_of, run
@@ -147,6 +147,14 @@ def test_the_margin_gradient_is_that_of_the_closest_margin():
     expected = norm + 2.0 / 2 * (there - here).flatten(1).norm(dim=1)
     assert torch.allclose(MarginGradient(radius=0.3, curvature=2.0)(found), expected.unsqueeze(1) * others, rtol=1e-6)
     assert (norm <= torch.linalg.matrix_norm(feature_jacobians(model, found.x), 2) * pair_norms(found).amax(1)).all()
+
+
+@pytest.mark.parametrize("kind", ["orthogonal", "free"])
+def test_a_convolution_is_as_steep_as_its_map(kind):
+    torch.manual_seed(0)
+    convolution = Convolution((2, 3), 3, 4, kind=kind)
+    assert layer_steepness(convolution) == layer_steepness(convolution.map)
+    assert layer_steepness(convolution).curvature == 0.0
 
 
 def test_the_smooth_projection_attains_its_curvature():

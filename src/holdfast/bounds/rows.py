@@ -144,7 +144,7 @@ def over_heads(values: Float64[Tensor, "*b h"], left: _Joined, right: _Joined) -
 @final
 @dataclass(frozen=True)
 class AtPoint:
-    """A layer at X: what its bound on every ball around X is made of. All but `p` are upper bounds.
+    """A layer at X: what its bound on every ball around X is made of. All numbers but `p` are upper bounds.
 
     Attributes:
         maps: of the weights.
@@ -241,7 +241,7 @@ class AtPoint:
         batch = self.fixed.shape
         masked = None if self.masked is None else self.masked.expand(*batch, *self.masked.shape[-3:])
         each = {**vars(self), "masked": masked}
-        tensors: dict[str, Any] = {name: t for name, t in each.items() if isinstance(t, Tensor)}
+        tensors: dict[str, Any] = {name: t for name, t in each.items() if isinstance(t, Tensor | Ball)}
         return replace(self, **{name: t.reshape(-1, *t.shape[len(batch) :]) for name, t in tensors.items()})
 
     def _together(self, queries: Float64[Tensor, "e *b h n"], keys: Float64[Tensor, "e *b h n"]) -> Tensor:

@@ -177,7 +177,7 @@ def _radii(run: CertificationRun) -> list[float]:
 
 
 def _attack(model: Transformer, data: Dataset, device: str, tell: Tell) -> list[float | None]:
-    """For every image the smallest of the radii at which its answer changes; in float32."""
+    """For every image the smallest of the radii at which its answer changes; in float32, or what torch takes for it."""
 
     def logits(flat: Tensor) -> Tensor:
         found: Tensor = model(flat.reshape(-1, *shape))

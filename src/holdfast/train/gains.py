@@ -35,7 +35,7 @@ from torch import Tensor
 
 from holdfast.attention.layer import split_heads
 from holdfast.errors import InputError
-from holdfast.nn import Entrywise, Layer, LayerProject, Linear, MeanPool, PositionCodes, SelfAttention, Sll
+from holdfast.nn import Convolution, Entrywise, Layer, LayerProject, Linear, MeanPool, PositionCodes, SelfAttention, Sll
 from holdfast.nn.arrangement import Arrangement
 from holdfast.train.jasmin import widened
 
@@ -94,8 +94,8 @@ def attention_steepness(
 
 def layer_steepness(layer: object) -> Steepness:
     """What is known of another layer by its construction."""
-    if isinstance(layer, Linear):
-        return Steepness(map_gain(layer), 0.0)
+    if isinstance(layer, Linear | Convolution):
+        return Steepness(map_gain(layer if isinstance(layer, Linear) else layer.map), 0.0)
     if isinstance(layer, Entrywise):
         return Steepness(layer.gain, layer.curvature)
     if isinstance(layer, LayerProject):
