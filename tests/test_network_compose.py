@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import math
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -482,6 +484,25 @@ def transformer(seed: int) -> tuple[Network, Tensor]:
     mlp = Mlp(gaussian(6, 8) / 6**0.5, gaussian(8), activations["gelu"], gaussian(8, 6) / 8**0.5, gaussian(6))
     stages = [Residual((norm(), attention)), Residual((norm(), mlp)), norm(), ClassToken()]
     return Network(stages, Head(gaussian(3, 6), gaussian(3)), "encoder"), gaussian(1, 4, 6)
+
+
+def test_a_large_batch_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[weakref.ref[Site]] = []
+    kept = Site.__init__
+
+    def watched(self: Site, *args: Any) -> None:
+        kept(self, *args)
+        seen.append(weakref.ref(self))
+
+    monkeypatch.setattr(Site, "__init__", watched)
+    network, x = networks.draw(networks.Setting(2, 1.0, 0), 1)
+    gc.disable()
+    try:
+        certify_inputs(network, x.repeat(1 + 2**13 // x.numel(), 1, 1), method="gains", guarantee="numerical")
+        assert seen
+        assert not any(each() for each in seen)
+    finally:
+        gc.enable()
 
 
 def test_a_transformer_is_certified() -> None:

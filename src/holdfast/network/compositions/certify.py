@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import dataclass
 from typing import final, get_args
@@ -14,6 +15,8 @@ from holdfast.network.centre import Centre
 from holdfast.network.compositions.base import compositions
 from holdfast.network.network import Network
 from holdfast.results import Guarantee
+
+_MANY = 2**13  # numbers of a batch
 
 
 @final
@@ -71,7 +74,11 @@ def certify_inputs(
     radii = chosen(centre)
     each = (time.perf_counter() - began) / max(1, len(x))
     columns = (centre.prediction.tolist(), centre.margin.tolist(), radii.radius.tolist(), radii.methods)
-    return [
+    found = [
         Certified(prediction, margin > 0, margin, radius, name, guarantee, each, radii.notes)
         for prediction, margin, radius, name in zip(*columns, strict=True)
     ]
+    if x.numel() >= _MANY:
+        del centre  # its parts know each other, and Python looks for such cycles too seldom where tensors are large
+        gc.collect()
+    return found
