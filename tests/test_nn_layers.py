@@ -212,6 +212,17 @@ def test_shifts_with_an_orthogonal_map_are_a_circular_convolution():
     assert torch.allclose(mix(shifts(x)), expected, atol=1e-5)
 
 
+def test_neighbourhoods_with_a_map_are_a_circular_convolution():
+    torch.manual_seed(0)
+    grid, width = (5, 6), 4
+    around, mix = Neighbourhoods(grid, width), Linear(9 * width, 7, bias=False)
+    x = torch.randn(2, 30, width)
+    kernel = mix.weight.detach().reshape(7, 3, 3, width).permute(0, 3, 1, 2) / 3
+    image = torch.nn.functional.pad(x.mT.reshape(2, width, *grid), (1, 1, 1, 1), mode="circular")
+    expected = torch.nn.functional.conv2d(image, kernel).flatten(2).mT
+    assert torch.allclose(mix(around(x)), expected, atol=1e-6)
+
+
 @pytest.mark.parametrize("grid", [(5, 6), (1, 3), (2, 1)])
 def test_a_convolution_is_neighbourhoods_and_a_map(grid):
     torch.manual_seed(0)

@@ -94,8 +94,10 @@ def attention_steepness(
 
 def layer_steepness(layer: object) -> Steepness:
     """What is known of another layer by its construction."""
-    if isinstance(layer, Linear | Convolution):
-        return Steepness(map_gain(layer if isinstance(layer, Linear) else layer.map), 0.0)
+    if isinstance(layer, Convolution):
+        return layer_steepness(layer.map)
+    if isinstance(layer, Linear):
+        return Steepness(map_gain(layer), 0.0)
     if isinstance(layer, Entrywise):
         return Steepness(layer.gain, layer.curvature)
     if isinstance(layer, LayerProject):
