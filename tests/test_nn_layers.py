@@ -34,7 +34,7 @@ from holdfast.nn import (
 )
 from holdfast.nn.content import content_off, content_use
 from holdfast.nn.manifold import direction, nearest_orthonormal
-from holdfast.nn.pieces import Rearrangement
+from holdfast.network.entries import Rearrangement
 
 WIDTH, TOKENS = 6, 4
 KINDS = ["orthogonal", "orthogonal-torch", "sll"]

@@ -350,6 +350,35 @@ class Relu(Activation):
 
 
 @final
+class LeakyRelu(Activation):
+    """t for t > 0, and a fraction of it below.
+
+    Args:
+        slope: of the left side, between -1 and 1.
+    """
+
+    def __init__(self, slope: float = 0.01) -> None:
+        if not -1 <= slope <= 1:
+            raise InputError(f"slope is {slope!r}; expected a number between -1 and 1")
+        self.left, self.restricted = float(slope), slope >= 0
+        self.name = f"leaky-relu({slope:g})"
+
+    @property
+    def all_slopes(self) -> tuple[float, float]:
+        return self.left, 1.0
+
+    def value(self, t: Array) -> Array:
+        return t.clamp(min=0.0) - (-t).clamp(min=0.0) * self.left
+
+    def slope(self, t: Array) -> Array:
+        return _where_positive(t, self.left)
+
+    def slopes(self, low: Tensor, high: Tensor) -> Interval:
+        inside = torch.full_like(low, self.left)
+        return Interval(torch.where((low >= 0) & (high > 0), 1.0, inside), torch.where(high > 0, 1.0, inside))
+
+
+@final
 class Absolute(Activation):
     """|t|."""
 

@@ -13,6 +13,7 @@ from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.errors import InputError
 from holdfast.linalg import Array
 from holdfast.network.base import LinearPiece
+from holdfast.network.selection import gathered, places
 from holdfast.network.weights import double, weight
 
 
@@ -57,7 +58,7 @@ class PatchEmbedding(LinearPiece):
         if positions is not None and positions.shape != constant.shape:
             raise InputError(f"positions have shape {tuple(positions.shape)}; expected {tuple(constant.shape)}")
         self._shifts = (constant,) if positions is None else (constant, double(positions, "positions", 2))
-        self._front, self._places = k, _places(self._patches, self.channels * size[0] * size[1])
+        self._front, self._places = k, places(self._patches, self.channels * size[0] * size[1])
         self._multiplicity = int((self._places >= 0).sum(0).amax())
 
     def value(self, u: Array) -> Array:
@@ -71,14 +72,14 @@ class PatchEmbedding(LinearPiece):
         if a.shape[-2:] != (self.channels, pixels // self.channels):
             expected = (self.channels, pixels // self.channels)
             raise InputError(f"an image has shape {tuple(a.shape[-2:])}; expected (channels, pixels) = {expected}")
-        rows = _gather(a.flatten(-2, -1), self._patches) @ weight(self.matrix, u)
+        rows = gathered(a.flatten(-2, -1), self._patches) @ weight(self.matrix, u)
         n, k = len(self._patches), self._front
         source = torch.arange(-k, n, device=a.device)
         return rows[..., source.clamp(min=0), :].masked_fill((source < 0).unsqueeze(-1), 0.0)
 
     def pull(self, u: Array, c: Array) -> Array:
         rows = c[..., self._front :, :] @ weight(self.matrix.mT, u)
-        pixels = _gather(rows.flatten(-2, -1), self._places).sum(-2)
+        pixels = gathered(rows.flatten(-2, -1), self._places).sum(-2)
         return pixels.reshape(*pixels.shape[:-1], self.channels, self.size[0] * self.size[1])
 
     def norm(self, a: Arithmetic[Array]) -> Array:
@@ -145,12 +146,6 @@ class Place(LinearPiece):
         return a.lift(self.x.new_ones(()))
 
 
-def _gather(x: Array, index: Tensor) -> Array:
-    """The entries of x (…, k) at the index; zero where it is negative."""
-    index = index.to(x.device)
-    return x[..., index.clamp(min=0)].masked_fill(index < 0, 0.0)
-
-
 def _patches(
     channels: int, size: tuple[int, int], kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]
 ) -> Tensor:
@@ -164,16 +159,3 @@ def _patches(
     known = inside[0][:, None, :, None] & inside[1][None, :, None, :]
     planes = plane.unsqueeze(2) + torch.arange(channels)[:, None, None] * (size[0] * size[1])
     return torch.where(known.unsqueeze(2), planes, -1).flatten(2).flatten(0, 1)
-
-
-def _places(patches: Tensor, pixels: int) -> Tensor:
-    """(most, pixels) where in the patches each entry of the image stands; -1 where it stands there less often."""
-    flat = patches.flatten()
-    where = (flat >= 0).nonzero().squeeze(-1)
-    order = flat[where].argsort(stable=True)
-    entries, where = flat[where][order], where[order]
-    count = torch.bincount(entries, minlength=pixels)
-    rank = torch.arange(len(entries)) - (count.cumsum(0) - count)[entries]
-    places = torch.full((int(count.max()), pixels), -1)
-    places[rank, entries] = where
-    return places

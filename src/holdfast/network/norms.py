@@ -52,7 +52,7 @@ class Normalisation(SmoothPiece):
         self.gamma, self.beta = double(gamma, "gamma", 1), double(beta, "beta", 1)
         if self.gamma.shape != self.beta.shape:
             raise InputError(f"gamma has {len(gamma)} entries and beta {len(beta)}; expected one each for a channel")
-        self._kappa, self._is_centred = float(kappa), centred
+        self.kappa, self._is_centred = float(kappa), centred
 
     @abstractmethod
     def _length(self, x: Array) -> Array:
@@ -98,7 +98,7 @@ class Normalisation(SmoothPiece):
     def parts(self, u: Array) -> _Parts[Array]:
         x, m = self.centred(u), self._length(u)
         variance = _dot(x, x) / m
-        s = (variance + self._kappa).sqrt()
+        s = (variance + self.kappa).sqrt()
         return _Parts(x / s, s, variance.sqrt(), m, weight(self.gamma, u))
 
     # -- on a ball
@@ -140,13 +140,13 @@ class Normalisation(SmoothPiece):
 
     def _curvatures(self, p: _Parts[Array], rho: Array) -> Array:
         """(…, e, n) √(4/3) |γ|∞/(√m s²) for every token."""
-        half = math.sqrt(self._kappa) / 2 * (1 - 2.0**-50)
+        half = math.sqrt(self.kappa) / 2 * (1 - 2.0**-50)
         return _largest(p) * (number(4.0, p.m) / (p.m * 3.0)).sqrt() / self._least(p, rho, half)
 
     def _least(self, p: _Parts[Array], rho: Array, sigma: float) -> Array:
         """(…, e, n) the least s² = σ² + κ on the ball, with σ at least the given one."""
         left = (_beside_radii(p.sigma) - rho.unsqueeze(-1) / p.m.sqrt()).clamp(min=sigma)
-        return left.square() + self._kappa
+        return left.square() + self.kappa
 
     def _slope(self, a: Arithmetic[Array], p: _Parts[Array]) -> Array:
         """(…, n) ‖Df(u)‖ of every token; wide ones: a bound of it."""

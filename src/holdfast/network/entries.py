@@ -1,4 +1,4 @@
-"""Pieces of certificates that the layers here need beside those of every transformer."""
+"""Activations by themselves, on all channels or on some."""
 
 from __future__ import annotations
 
@@ -6,52 +6,13 @@ import math
 from typing import final
 
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool
 from torch import Tensor
 
 from holdfast.bounds.arithmetic import Arithmetic
-from holdfast.errors import InputError
 from holdfast.linalg import Array
 from holdfast.network.activations import Activation, SmoothActivation, Softplus
-from holdfast.network.base import LinearPiece, Piece, SmoothPiece
-
-
-@final
-class Rearrangement(LinearPiece):
-    """Entries of a token matrix in other places: patches, neighbours on a grid, flattening.
-
-    Every entry stands in the output root² times, divided by root: ‖f(u)‖ = ‖u‖.
-
-    Args:
-        index: (m, c) where each entry of the output comes from, in the flattened input.
-        shape: (n, d) of the input.
-        root: of the number of places of an entry.
-    """
-
-    def __init__(self, index: Int64[Tensor, "m c"], shape: tuple[int, int], root: int = 1) -> None:
-        places = torch.arange(math.prod(shape), device=index.device).repeat_interleave(root**2)
-        order = index.flatten().sort(stable=True)
-        if not torch.equal(order.values, places):
-            times = f"{root**2} times" if root > 1 else "once"
-            raise InputError(f"an index of shape {tuple(index.shape)} does not use every entry of {shape} {times}")
-        self._index, self._root = index, root
-        self._inverse = order.indices.reshape(*shape, root**2)
-
-    def norm(self, a: Arithmetic[Array]) -> Array:
-        return a.lift(torch.ones((), dtype=torch.float64, device=self._index.device))
-
-    def value(self, u: Array) -> Array:
-        return self._shared(u).flatten(-2, -1)[..., self._index.to(u.device)]
-
-    def push(self, u: Array, a: Array) -> Array:
-        return self.value(a)
-
-    def pull(self, u: Array, c: Array) -> Array:
-        back = c.flatten(-2, -1)[..., self._inverse.to(c.device)]
-        return back[..., 0] if self._root == 1 else self._shared(back.sum(-1))
-
-    def _shared(self, u: Array) -> Array:
-        return u if self._root == 1 else u / float(self._root)
+from holdfast.network.base import Piece, SmoothPiece
 
 
 @final
@@ -64,13 +25,17 @@ class KinkedEntries(Piece):
     """
 
     def __init__(self, phi: Activation, active: Bool[Tensor, " d"]) -> None:
-        self._phi, self._active = phi, active
+        self.phi, self.active = phi, active
+
+    def on(self, active: Bool[Tensor, " d"]) -> KinkedEntries:
+        """The same activation on other channels."""
+        return KinkedEntries(self.phi, active)
 
     def value(self, u: Array) -> Array:
-        return _mixed(self._phi.value(u), u, self._active)
+        return _mixed(self.phi.value(u), u, self.active)
 
     def reach(self, a: Arithmetic[Array], u: Tensor, rho: Array) -> Array:
-        return rho * _steepest(self._phi)
+        return rho * _steepest(self.phi)
 
 
 @final
@@ -85,32 +50,36 @@ class SmoothEntries(SmoothPiece):
     """
 
     def __init__(self, phi: SmoothActivation, active: Bool[Tensor, " d"]) -> None:
-        self._phi, self._active = phi, active
+        self.phi, self.active = phi, active
+
+    def on(self, active: Bool[Tensor, " d"]) -> SmoothEntries:
+        """The same activation on other channels."""
+        return SmoothEntries(self.phi, active)
 
     def value(self, u: Array) -> Array:
-        return _mixed(self._phi.value(u), u, self._active)
+        return _mixed(self.phi.value(u), u, self.active)
 
     def push(self, u: Array, a: Array) -> Array:
-        return _mixed(a * self._phi.derivative(1, u), a, self._active)
+        return _mixed(a * self.phi.derivative(1, u), a, self.active)
 
     def pull(self, u: Array, c: Array) -> Array:
         return self.push(u, c)
 
     def push2(self, u: Array, a: Array, b: Array) -> Array:
-        return (a * b * self._phi.derivative(2, u)).masked_fill(~self._active.to(u.device), 0.0)
+        return (a * b * self.phi.derivative(2, u)).masked_fill(~self.active.to(u.device), 0.0)
 
     def pull2(self, u: Array, c: Array, a: Array) -> Array:
         return self.push2(u, c, a)
 
     def gain(self, a: Arithmetic[Array], u: Tensor, rho: Array) -> Array:
-        return rho * 0.0 + _steepest(self._phi)
+        return rho * 0.0 + _steepest(self.phi)
 
     def curvature(self, a: Arithmetic[Array], u: Tensor, rho: Array) -> Array:
         ends = torch.tensor(math.inf, dtype=torch.float64)
-        return rho * 0.0 + float(self._phi.supremum(2, -ends, ends))
+        return rho * 0.0 + float(self.phi.supremum(2, -ends, ends))
 
     def reach(self, a: Arithmetic[Array], u: Tensor, rho: Array) -> Array:
-        return rho * _steepest(self._phi)
+        return rho * _steepest(self.phi)
 
 
 @final
