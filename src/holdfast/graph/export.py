@@ -6,7 +6,7 @@ import contextlib
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -20,6 +20,9 @@ from holdfast.graph.reader import Reader, Value
 
 #: One tensor; keyword arguments, such as a tokenizer returns; or positional arguments.
 ModelInputs = Tensor | Mapping[str, Any] | tuple[Any, ...]
+
+
+Environment = dict[fx.Node, Any]
 
 
 def arguments(inputs: ModelInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -48,6 +51,62 @@ class Program:
     output: fx.Node
     name: str
     model: nn.Module = field(repr=False)
+
+    def execute(self, feed: Mapping[str, Tensor], moving: Mapping[fx.Node, Tensor]) -> Tensor:
+        """The logits, with the given values of some nodes; behind these, casts to smaller floats do nothing."""
+        values, behind = Environment(), set(moving)
+        for node in self.nodes:
+            if node in moving:
+                values[node] = moving[node]
+                continue
+            if any(source in behind for source in node.all_input_nodes):
+                behind.add(node)
+            values[node] = self.evaluate(node, feed, values, lifted=node in behind)
+        logits: Tensor = values[self.output]
+        return logits
+
+    def constants(self, feed: Mapping[str, Tensor], wanted: Iterable[fx.Node]) -> dict[fx.Node, Tensor]:
+        """The values of some nodes that do not depend on what moves."""
+        needed, pending = set[fx.Node](), list(wanted)
+        while pending:
+            node = pending.pop()
+            if node not in needed:
+                needed.add(node)
+                pending += node.all_input_nodes
+        values = Environment()
+        for node in self.nodes:
+            if node in needed:
+                values[node] = self.evaluate(node, feed, values, lifted=False)
+        return {node: values[node] for node in wanted}
+
+    def arguments(self, node: fx.Node, feed: Mapping[str, Tensor]) -> tuple[Any, ...]:
+        """What a node gets, where that does not depend on what moves."""
+        values = self.constants(feed, node.all_input_nodes)
+        found: tuple[Any, ...] = fx.node.map_arg(node.args, values.__getitem__)
+        return found
+
+    def casts(self, moving: fx.Node) -> bool:
+        """Whether something behind the node is computed in a smaller float than float64."""
+        behind = {moving}
+        for node in self.nodes:
+            if any(source in behind for source in node.all_input_nodes):
+                behind.add(node)
+                value = node.meta.get("val")
+                if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64:
+                    return True
+        return False
+
+    def evaluate(self, node: fx.Node, feed: Mapping[str, Tensor], values: Environment, *, lifted: bool) -> Any:
+        """One node, from the values of those before it; `lifted` with float64 in the place of smaller floats."""
+        if node.op == "placeholder":
+            if node.name in self.given:
+                return self.given[node.name]
+            return feed.get(node.name, node.meta.get("val"))
+        args, kwargs = (fx.node.map_arg(given, values.__getitem__) for given in (node.args, node.kwargs))
+        if lifted:
+            args, kwargs = (torch.utils._pytree.tree_map(_lifted, given) for given in (args, kwargs))
+        with torch.no_grad():
+            return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def feed(self, inputs: ModelInputs) -> dict[str, Tensor]:
         """The model's inputs by the names of their placeholders."""
@@ -131,8 +190,12 @@ _TAKEN_APART = {
 }  # fmt: skip
 
 
-def _name(target: Any) -> str:
+def operator_name(node: fx.Node) -> str:
     """The operator's name without its overload: "add" of aten.add.Tensor."""
+    return _name(node.target)
+
+
+def _name(target: Any) -> str:
     schema = getattr(target, "_schema", None)
     return str(schema.name).partition("::")[2] if schema is not None else getattr(target, "__name__", str(target))
 
@@ -197,9 +260,6 @@ class Where:
         return f"{place}: operator {self.operator!r}" + (f" ({self.line})" if self.line else "")
 
 
-Environment = dict[fx.Node, Any]
-
-
 @final
 class Walk:
     """Reads a program: constants are computed, what moves is followed.
@@ -222,25 +282,16 @@ class Walk:
             if node in moving:
                 self.values[node] = moving[node]
                 continue
-            if node.op == "placeholder":
-                self.values[node] = self._placeholder(node)
+            if not any(_moves(leaf) for source in node.all_input_nodes for leaf in _leaves(self.values[source])):
+                self.values[node] = self._program.evaluate(node, self._feed, self.values, lifted=False)
                 continue
-            args, kwargs = (fx.node.map_arg(a, self.values.__getitem__) for a in (node.args, node.kwargs))
-            if not any(_moves(leaf) for leaf in torch.utils._pytree.tree_leaves((args, kwargs), is_leaf=_moves)):
-                with torch.no_grad():
-                    self.values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-                continue
+            args, kwargs = (fx.node.map_arg(given, self.values.__getitem__) for given in (node.args, node.kwargs))
             for source in node.all_input_nodes:
                 if source in depends and isinstance(self.values[source], Tensor):
                     self.frontier[source] = self.values[source]
             self.values[node] = self._read(node, args, kwargs)
         found: Value = self.values[self._program.output]
         return found
-
-    def _placeholder(self, node: fx.Node) -> Any:
-        if node.name in self._program.given:
-            return self._program.given[node.name]
-        return self._feed.get(node.name, node.meta.get("val"))
 
     def _read(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = _name(node.target)
@@ -251,6 +302,17 @@ class Walk:
             return OPERATORS[name](self._reader, node.target, *args, **kwargs)
         except ConversionError as error:
             raise type(error)(f"{where} {error}") from error
+
+
+def _lifted(value: Any) -> Any:
+    """Float64 in the place of smaller floats."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.double()
+    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+
+def _leaves(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, tuple | list) else [value]
 
 
 def _moves(value: object) -> bool:

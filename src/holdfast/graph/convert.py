@@ -1,0 +1,210 @@
+"""From a model to a network: what the model executes, as a chain of pieces that say how steep and how curved they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.errors import ConversionError, InputError
+from holdfast.graph import structure
+from holdfast.graph.assemble import stages
+from holdfast.graph.declared import declared
+from holdfast.graph.entrance import Entrance, find_entrance, first_of
+from holdfast.graph.equality import Equality, check_equal, float64_copy, float64_inputs
+from holdfast.graph.export import ModelInputs, Program, Walk, export
+from holdfast.graph.perturbation import Perturbation, perturbed
+from holdfast.graph.prune import pruned
+from holdfast.graph.reader import Reader, Value, refuse
+from holdfast.graph.values import Moving, Point, Term
+from holdfast.network.network import Head, Network
+from holdfast.network.normalise import Normalise
+
+Encode = Callable[[ModelInputs], Tensor]
+
+
+@final
+@dataclass(frozen=True)
+class Converted:
+    """A network and the way into it.
+
+    Attributes:
+        network: computes the model's logits from `encode(inputs)`; perturbations are measured there.
+        encode: a batch of the model's inputs as the network's, float64. An image (b, c, height, width) becomes (b, c,
+            pixels), words become their embeddings (b, n, d) without padding; where a part alone moves, its displacement:
+            zero; for a block, the tokens that enter it.
+        normalise: the piece that normalises images in front of the model, if that is part of the network.
+        equality: how well the network and the model agree on the example; None without one.
+    """
+
+    network: Network
+    encode: Encode
+    normalise: Normalise | None = None
+    equality: Equality | None = None
+
+
+@final
+@dataclass
+class Readings:
+    """Networks that have been read, so that inputs of the same kind need no second reading.
+
+    It serves one model, whose weights do not change meanwhile.
+    """
+
+    known: list[Reading] = field(default_factory=list)
+
+    def read(self, model: nn.Module, inputs: ModelInputs) -> Reading:
+        """The model's network for these inputs, in float64."""
+        for reading in self.known:
+            if reading.entrance.admits(inputs):
+                return reading
+        self.known.append(read(model, inputs))
+        return self.known[-1]
+
+
+@final
+@dataclass(frozen=True)
+class Reading:
+    """A network as it was read, with nothing said yet of what moves."""
+
+    network: Network
+    entrance: Entrance
+
+
+def to_network(
+    model: nn.Module,
+    example: ModelInputs | None = None,
+    *,
+    perturb: Perturbation | None = None,
+    normalise: tuple[Sequence[float], Sequence[float]] | None = None,
+    readings: Readings | None = None,
+) -> Converted:
+    """Turns a classifier into a network that computes the same logits.
+
+    The network is made from the operators that the model executes on the first input of the example: nothing depends on
+    the names of its classes and attributes. An operator that is not known is refused, with its module and the line of
+    the model's code. Holdfast's own models, and classes that define both `forward` and `to_network(self) -> Network`,
+    are asked instead.
+
+    Tokens that no answer depends on, such as padding, are left out. The network then serves inputs of the same shape,
+    padding and token types, and `encode` refuses others.
+
+    Args:
+        model: in evaluation mode. A decoder that returns logits for every token answers with those of the last one.
+        example: a batch of what the model takes: images, vectors, or what a tokenizer returns. The network and the model
+            are compared on it and around it; it may be missing where the model has a `to_network` of its own.
+        perturb: what moves, as `holdfast.graph.perturbation` says; by default the pixels of an image, the embeddings of
+            all words.
+        normalise: mean and standard deviation of every channel, if the model takes images that are normalised. The
+            network's input is then the image before that, so that radii are in units of its pixels.
+        readings: what was read of this model before.
+
+    Raises:
+        ConversionError: the model is training, or does something that is not known; or the network's logits are not
+            the model's.
+
+    Example:
+        >>> converted = to_network(load_digits_vit(), demo_digits().images)
+        >>> converted.network(converted.encode(demo_digits().images)).shape
+        torch.Size([32, 10])
+    """
+    check_evaluating(model)
+    piece = None if normalise is None else Normalise(*normalise)
+    double = float64_copy(model)
+    inputs = None if example is None else float64_inputs(example)
+    network, entrance, encode = _opened(double, inputs, piece, readings)
+    network = network if piece is None else network.before(piece)
+    equality = None
+    if inputs is not None:
+        equality = check_equal(
+            network, entrance, double, inputs, encode, lambda given: given if piece is None else normalised(given, piece)
+        )
+    moved = perturbed(network, entrance and entrance.kind, encode, perturb, inputs)
+    return Converted(moved.network, lambda given: moved.encode(float64_inputs(given)), piece, equality)
+
+
+def _opened(
+    model: nn.Module, inputs: ModelInputs | None, piece: Normalise | None, readings: Readings | None
+) -> tuple[Network, Entrance | None, Encode]:
+    """The network, how it was read, and how inputs enter it."""
+    own = declared(model)
+    if own is not None:
+        return own[0], None, own[1]
+    if inputs is None:
+        raise InputError(f"{type(model).__name__} needs an example to be converted: pass a batch of its inputs")
+    found = (readings or Readings()).read(model, inputs if piece is None else normalised(inputs, piece))
+    return found.network, found.entrance, found.entrance.encode
+
+
+def read(model: nn.Module, inputs: ModelInputs) -> Reading:
+    """Reads a model in float64 on the first of its inputs."""
+    first = first_of(inputs)
+    program = export(model, first)
+    entrance = find_entrance(program, first)
+    reader = Reader()
+    walk = Walk(program, program.feed(first), reader)
+    logits = walk.run({entrance.node: entrance.moving})
+    point, head = _head(logits, entrance, program)
+    chain = pruned(stages(entrance.moving.point, point), entrance.moving.point.shape)
+    return Reading(Network(chain, head, program.name), entrance.bound(walk.frontier))
+
+
+def _head(logits: Value, entrance: Entrance, program: Program) -> tuple[Point, Head]:
+    """The point of the features, and the linear map from them to the logits."""
+    if isinstance(logits, Tensor):
+        raise ConversionError(f"the logits of {program.name} do not depend on what moves")
+    value = Reader().moving(logits)
+    if len(value.shape) == 3 and value.shape[0] == 1:
+        last = entrance.last_token(value.shape[1])
+        value = value.rearranged(lambda t: t[:, last])
+    if len(value.shape) != 2 or value.shape[0] != 1:
+        raise ConversionError(
+            f"{program.name} returned {tuple(value.shape)} for one input; expected a classifier with logits (b, classes)"
+        )
+    row = int(value.row[0, 0])
+    plain = len(value.terms) == 1 and bool((value.terms[0].gain == 1).all()) and not bool(value.constant.any())
+    if value.map is None or not plain or bool((value.row != row).any()):
+        point = structure.matrix_of(value)
+        eye = torch.eye(point.shape[1], dtype=torch.float64)
+        return point, Head(eye, torch.zeros(len(eye), dtype=torch.float64))
+    columns = value.terms[0].column[0]
+    d = value.point.shape[1]
+    token = torch.full((1, d), row)
+    ones = torch.ones(1, d, dtype=torch.float64)
+    features = Moving(value.point, token, (Term(torch.arange(d).unsqueeze(0), ones),), None, ones * 0)
+    return structure.matrix_of(features), Head(value.map.matrix[:, columns].mT.contiguous(), value.map.bias[columns])
+
+
+def check_evaluating(model: nn.Module) -> None:
+    """Refuses a model in training mode."""
+    for path, module in model.named_modules():
+        if module.training and (any(True for _ in module.children()) or type(module).forward is not nn.Identity.forward):
+            name = f"module {path!r}" if path else "the model"
+            raise ConversionError(
+                f"{name} ({type(module).__name__}) is in training mode, where dropout may act; call model.eval() first"
+            )
+
+
+def normalised(inputs: ModelInputs, piece: Normalise) -> ModelInputs:
+    """What the model takes, from images that are not normalised yet."""
+    images = inputs if isinstance(inputs, Tensor) else _image_of(inputs)
+    if images.ndim != 4 or images.shape[1] != len(piece.mean):
+        raise InputError(
+            f"normalise has {len(piece.mean)} channels and the images have shape {tuple(images.shape)}; expected "
+            f"(b, {len(piece.mean)}, height, width)"
+        )
+    changed = piece.value(images.flatten(-2, -1)).reshape(images.shape)
+    if not isinstance(inputs, Mapping):
+        return changed
+    return {name: changed if value is images else value for name, value in inputs.items()}
+
+
+def _image_of(inputs: ModelInputs) -> Tensor:
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs
+    images = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    if len(images) != 1:
+        raise InputError(f"normalise was given, and {len(images)} of the inputs are float tensors; expected one image")
+    return images[0]

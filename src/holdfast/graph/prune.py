@@ -1,0 +1,139 @@
+"""Tokens that nothing needs are left out: padding, and all but the class token behind the last attention.
+
+From the end of the chain to its beginning: which rows of a stage's output are needed decides which rows of its input are.
+A token by itself needs itself; a query needs the keys that it may attend to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from holdfast.attention import AttentionLayer
+from holdfast.attention.rotary import Rotary
+from holdfast.graph.fuse import changed, fused
+from holdfast.network.affine import Affine
+from holdfast.network.attention import Attention
+from holdfast.network.base import Piece
+from holdfast.network.embedding import AddPositions
+from holdfast.network.entries import KinkedEntries, SmoothEntries
+from holdfast.network.mlp import KinkedMlp, Mlp
+from holdfast.network.network import Residual, run
+from holdfast.network.norms import Normalisation
+from holdfast.network.pooling import ClassToken, MeanPool
+from holdfast.network.product import Product
+from holdfast.network.selection import Scale, Selection
+
+Stage = Piece | Residual
+Rows = Int64[Tensor, " rows"]
+
+#: Pieces that treat every token alike, whatever the others are.
+_ALIKE = (Affine, Mlp, KinkedMlp, Normalisation, SmoothEntries, KinkedEntries, Product)
+
+
+def pruned(stages: Sequence[Stage], shape: tuple[int, int]) -> list[Stage]:
+    """The same function of an input (n, d) of the shape, on the tokens that are needed alone."""
+    sizes, u = [shape], torch.zeros(1, *shape, dtype=torch.float64)
+    for stage in stages:
+        u = run(stage, u)
+        sizes.append((u.shape[-2], u.shape[-1]))
+    found: list[Stage] = []
+    needed = torch.arange(sizes[-1][0])
+    for place in range(len(stages) - 1, -1, -1):
+        stage, (n, _) = stages[place], sizes[place]
+        rows = _rows(stage, needed, n)
+        if rows is None:  # all rows enter, and all leave
+            found = [stage, *_chosen(needed, sizes[place + 1]), *found]
+            needed = torch.arange(n)
+        elif _pools(stage):
+            found = [*_pooled(stage, needed, rows, sizes[place]), *found]
+            needed = rows
+        else:
+            width = sizes[place + 1][1]
+            places = torch.searchsorted(rows, needed)
+            found = [_cut(stage, rows, n), *_chosen(places, (len(rows), width)), *found]
+            needed = rows
+    return fused([*_chosen(needed, shape), *found])
+
+
+def _rows(stage: Stage, needed: Rows, n: int) -> Rows | None:
+    """The rows of the input behind these rows of the output, sorted; None where it is all of them."""
+    if isinstance(stage, Residual):
+        rows: Rows | None = needed
+        for piece in reversed(stage.pieces):
+            rows = None if rows is None or _pools(piece) else _rows(piece, rows, n)
+        return None if rows is None else torch.unique(torch.cat([rows, needed]))
+    if isinstance(stage, Attention):
+        allowed = stage.layer.allowed(n)
+        if allowed is None:
+            return torch.arange(n)
+        return torch.unique(torch.cat([allowed[needed].any(0).nonzero().flatten(), needed]))
+    if isinstance(stage, (*_ALIKE, Scale, AddPositions)):
+        return needed
+    if isinstance(stage, ClassToken):
+        return torch.tensor([stage.index])
+    if isinstance(stage, Selection):
+        entries = stage.index[needed].flatten()
+        return torch.unique(entries[entries >= 0] // stage.shape[1])
+    return torch.arange(stage.skip, n) if isinstance(stage, MeanPool) else None
+
+
+def _pools(stage: Stage) -> bool:
+    return isinstance(stage, ClassToken | Selection | MeanPool)
+
+
+def _pooled(stage: Stage, needed: Rows, rows: Rows, shape: tuple[int, int]) -> list[Stage]:
+    """A stage that chooses tokens, on those that enter it now."""
+    if isinstance(stage, MeanPool):
+        return [MeanPool(len(rows))]
+    d = shape[1]
+    index = stage.index[needed] if isinstance(stage, Selection) else rows.unsqueeze(-1) * d + torch.arange(d)
+    row, column = index // d, index % d
+    moved = torch.where(index < 0, -1, torch.searchsorted(rows, row.clamp(min=0)) * d + column)
+    return _entries(moved, (len(rows), d))
+
+
+def _chosen(rows: Rows, shape: tuple[int, int]) -> list[Stage]:
+    """The piece that keeps these rows alone, if there are others."""
+    return _entries(rows.unsqueeze(-1) * shape[1] + torch.arange(shape[1]), shape)
+
+
+def _entries(index: Tensor, shape: tuple[int, int]) -> list[Stage]:
+    everything = torch.arange(shape[0] * shape[1]).reshape(shape)
+    if index.shape == everything.shape and torch.equal(index, everything):
+        return []
+    if len(index) == 1 and index.shape[1] == shape[1]:
+        token = int(index[0, 0]) // shape[1]
+        if torch.equal(index[0], everything[token]):
+            return [ClassToken(token)]
+    return [Selection(index, shape)]
+
+
+def _cut(stage: Stage, rows: Rows, n: int) -> Stage:
+    """The stage on some of its n tokens."""
+    if len(rows) == n:
+        return stage
+    if isinstance(stage, Residual):
+        return Residual(tuple(_cut_piece(piece, rows) for piece in stage.pieces))
+    return _cut_piece(stage, rows)
+
+
+def _cut_piece(piece: Piece, rows: Rows) -> Piece:
+    if isinstance(piece, Scale) and piece.factors.ndim == 2:
+        return Scale(piece.factors[rows])
+    if isinstance(piece, AddPositions) and piece.c.ndim == 2:
+        return AddPositions(piece.c[rows])
+    return Attention(_cut_layer(piece.layer, rows)) if isinstance(piece, Attention) else piece
+
+
+def _cut_layer(layer: AttentionLayer, rows: Rows) -> AttentionLayer:
+    mask = None if layer.mask is None else layer.mask[..., rows, :][..., rows]
+    bias = None if layer.score_bias is None else layer.score_bias[..., rows, :][..., rows]
+    turn = layer.rotary
+    rotary = None if turn is None else Rotary(turn.cos[..., rows, :], turn.sin[..., rows, :], turn.pairing)
+    if mask is not None and bool(mask.all()):
+        mask = None
+    return changed(layer, mask=mask, score_bias=bias, rotary=rotary)
