@@ -110,7 +110,7 @@ def check_equal(
             moved = around(encode(one), radius, number)
             real = _logits_at(entrance, model, one, moved, model_inputs)
             if real is not None:
-                worst = max(worst, compare(network, moved, real, SINGLE if entrance is None and single else TOLERANCE))
+                worst = max(worst, compare(network, moved, real, TOLERANCE))
                 count += 1
     return Equality(count, worst)
 
@@ -131,7 +131,10 @@ def _logits_at(
 ) -> Tensor | None:
     """The model's logits at a point of the network's input space; None where no input of the model leads there."""
     if isinstance(one, Tensor) and one.is_floating_point():
-        return model_logits(model, model_inputs(moved.reshape(one.shape)))
+        given = model_inputs(moved.reshape(one.shape))
+        if entrance is None or not entrance.program.casts(entrance.node):
+            return model_logits(model, given)
+        return entrance.logits(entrance.encode(given), given)
     if entrance is None or entrance.node.op == "placeholder":
         return None
     return entrance.logits(moved, one)
