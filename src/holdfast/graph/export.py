@@ -130,6 +130,7 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
     """
     args, kwargs = arguments(inputs)
     flags = [p.requires_grad for p in model.parameters()]
+    last = model.register_forward_hook(lambda module, given, found: logits_of(found) if output else found)
     try:
         with torch.no_grad(), _quiet():
             exported = torch.export.export(model, args, kwargs, strict=False)
@@ -137,6 +138,7 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
     except Exception as error:  # whatever the model's own code raises
         raise ConversionError(f"{type(model).__name__} cannot be read: {_reason(error)}") from error
     finally:
+        last.remove()
         for p, flag in zip(model.parameters(), flags, strict=True):
             p.requires_grad_(flag)
     signature = exported.graph_signature
@@ -225,19 +227,21 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {words[:300]}" if words else type(error).__name__
 
 
+def logits_of(output: Any) -> Any:
+    """The logits in what a classifier returns: the tensor itself, alone in a tuple, or called logits; else the output."""
+    if isinstance(output, tuple) and len(output) == 1:
+        return output[0]
+    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    return output if found is None else found
+
+
 def _logits(exported: Any, name: str) -> fx.Node:
-    """The node of the tensor that the model returns, or of its `logits`."""
+    """The node of the tensor that the model returns."""
     (end,) = (n for n in exported.graph.nodes if n.op == "output")
     leaves = [leaf for leaf in end.args[0] if isinstance(leaf, fx.Node)]
-    if len(leaves) == 1:
-        return leaves[0]
-    returned = torch.utils._pytree.tree_unflatten(list(range(len(end.args[0]))), exported.call_spec.out_spec)
-    place = returned.get("logits") if isinstance(returned, Mapping) else getattr(returned, "logits", None)
-    if place is None:
+    if len(leaves) != 1:
         raise ConversionError(f"{name} returns {len(leaves)} tensors and none called logits; expected logits alone")
-    found = end.args[0][place]
-    assert isinstance(found, fx.Node)
-    return found
+    return leaves[0]
 
 
 # -- reading
