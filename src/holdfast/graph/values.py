@@ -132,7 +132,20 @@ class Moving:
         """With something added that does not move."""
         constant = torch.as_tensor(constant, dtype=torch.float64)
         wide = self.expand(torch.broadcast_shapes(self.shape, constant.shape))
+        if wide.map is not None and constant.shape and constant.numel() == constant.shape[-1] and wide.is_mapped():
+            bias = wide.map.bias + constant.flatten()
+            return replace(wide, map=Map(wide.map.matrix, bias), memory={})
         return replace(wide, constant=wide.constant + constant, memory={})
+
+    def is_mapped(self) -> bool:
+        """Whether every row is a whole row of the point behind the map, and nothing else."""
+        if self.map is None or len(self.terms) > 1 or bool((self.row == FIXED).any()) or not self.shape:
+            return False
+        (term,) = self.terms
+        whole = torch.arange(len(self.map.bias))
+        if self.shape[-1] != len(whole) or not bool((term.column == whole).all()):
+            return False
+        return bool((term.gain == 1).all()) and not bool(self.constant.any())
 
     @property
     def plain(self) -> bool:
