@@ -14,6 +14,8 @@ from graph_cases import check, pictures, stirred, tokens
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
+from holdfast.errors import NotApplicableError
+
 Build = Callable[[], nn.Module]
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12, "num_labels": 3}
@@ -25,6 +27,7 @@ PADDED = {"input_ids": torch.tensor([[5, 9, 12, 0, 0]] * 2), "attention_mask": t
 PLAIN = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 
 slow = pytest.mark.slow
+rotary = pytest.mark.xfail(raises=NotApplicableError, reason="no composition covers rotary positions")
 
 HUGGING_FACE = [
     ("ViT", "ViTForImageClassification", "ViTConfig", PIXELS, pictures()),
@@ -40,11 +43,11 @@ HUGGING_FACE = [
     pytest.param("GPT-2 classifier", "GPT2ForSequenceClassification", "GPT2Config",
      {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 30, "n_positions": 16, "num_labels": 3, "pad_token_id": 0},
      PADDED, marks=slow),
-    ("Llama", "LlamaForCausalLM", "LlamaConfig",
-     DECODER | {"num_key_value_heads": 1, "tie_word_embeddings": True}, PADDED),
-    pytest.param("Qwen2", "Qwen2ForCausalLM", "Qwen2Config", DECODER | {"num_key_value_heads": 2}, PLAIN, marks=slow),
+    pytest.param("Llama", "LlamaForCausalLM", "LlamaConfig",
+     DECODER | {"num_key_value_heads": 1, "tie_word_embeddings": True}, PADDED, marks=rotary),
+    pytest.param("Qwen2", "Qwen2ForCausalLM", "Qwen2Config", DECODER | {"num_key_value_heads": 2}, PLAIN, marks=(slow, rotary)),
     pytest.param("Mistral", "MistralForSequenceClassification", "MistralConfig",
-     DECODER | {"num_key_value_heads": 1}, PADDED, marks=slow),
+     DECODER | {"num_key_value_heads": 1}, PADDED, marks=(slow, rotary)),
 ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -132,7 +133,7 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
     flags = [p.requires_grad for p in model.parameters()]
     last = model.register_forward_hook(lambda module, given, found: logits_of(found) if output else found)
     try:
-        with torch.no_grad(), _quiet():
+        with torch.no_grad(), _quiet(), _masks_as_given():
             exported = torch.export.export(model, args, kwargs, strict=False)
             exported = exported.run_decompositions(_Opened())
     except Exception as error:  # whatever the model's own code raises
@@ -214,6 +215,11 @@ def _quiet() -> Iterator[None]:
             yield
         finally:
             logger.setLevel(level)
+
+
+def _masks_as_given() -> contextlib.AbstractContextManager[Any]:
+    """`nn.TransformerEncoder` looks whether its mask is causal, to be faster: the only branch on values in torch."""
+    return mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", lambda mask, causal, size: bool(causal))
 
 
 def _reason(error: Exception) -> str:
