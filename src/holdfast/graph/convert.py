@@ -14,7 +14,7 @@ from holdfast.graph import structure
 from holdfast.graph.assemble import stages
 from holdfast.graph.declared import declared
 from holdfast.graph.entrance import Entrance, find_entrance, first_of
-from holdfast.graph.equality import Equality, check_equal, float64_copy, float64_inputs
+from holdfast.graph.equality import Equality, check_as_it_runs, check_equal, float64_copy, float64_inputs
 from holdfast.graph.export import ModelInputs, Program, Walk, export
 from holdfast.graph.perturbation import Perturbation, perturbed
 from holdfast.graph.prune import pruned
@@ -119,9 +119,12 @@ def to_network(
     network = network if piece is None else network.before(piece)
     equality = None
     if inputs is not None:
-        equality = check_equal(
-            network, entrance, double, inputs, encode, lambda given: given if piece is None else normalised(given, piece)
-        )
+
+        def taken(given: ModelInputs) -> ModelInputs:
+            return given if piece is None else normalised(given, piece)
+
+        equality = check_equal(network, entrance, double, inputs, encode, taken)
+        check_as_it_runs(network, entrance, model, inputs, encode, taken)
     moved = perturbed(network, entrance and entrance.kind, encode, perturb, inputs)
     return Converted(moved.network, lambda given: moved.encode(float64_inputs(given)), piece, equality)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -11,9 +13,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor, nn
 
-from holdfast.errors import ConversionError, InputError
+from holdfast.errors import ConversionError, HoldfastError, InputError
 from holdfast.graph.entrance import Entrance, each_of
-from holdfast.graph.export import ModelInputs, arguments, logits_of
+from holdfast.graph.export import ModelInputs, arguments, logits_of, reason
 from holdfast.network.network import Network
 
 #: How far logits may be apart, relative to the largest of them: far above rounding in float64, far below any mistake.
@@ -52,28 +54,36 @@ def float64_copy(model: nn.Module) -> nn.Module:
 
 def float64_inputs(inputs: ModelInputs) -> ModelInputs:
     """The inputs, with float64 in the place of other floating-point numbers."""
+    return converted(inputs, torch.float64)
+
+
+def converted(inputs: ModelInputs, dtype: torch.dtype) -> ModelInputs:
+    """The inputs, with floating-point numbers of the dtype."""
     if not isinstance(inputs, Tensor | Mapping | tuple):
         raise InputError(
             f"inputs are a {type(inputs).__name__}; expected a batch of inputs as one tensor, or keyword arguments "
             "such as a tokenizer returns"
         )
     if isinstance(inputs, Tensor):
-        return _double(inputs)
+        return _cast(inputs, dtype)
     if isinstance(inputs, Mapping):
-        return {name: _double(value) for name, value in inputs.items()}
-    return tuple(_double(value) for value in inputs)
+        return {name: _cast(value, dtype) for name, value in inputs.items()}
+    return tuple(_cast(value, dtype) for value in inputs)
 
 
-def _double(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def model_logits(model: nn.Module, inputs: ModelInputs) -> Tensor:
     """What the model returns: logits (b, classes), or (b, n, classes) of a decoder."""
     args, kwargs = arguments(inputs)
-    with torch.no_grad():
-        output = model(*args, **kwargs)
-    logits = logits_of(output)
+    try:
+        logits = logits_of(model(*args, **kwargs))
+    except HoldfastError:
+        raise
+    except Exception as error:  # whatever the model's own code raises
+        raise ConversionError(f"{type(model).__name__} cannot be run: {reason(error)}") from error
     if not isinstance(logits, Tensor) or logits.ndim not in (2, 3):
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ConversionError(
@@ -82,6 +92,7 @@ def model_logits(model: nn.Module, inputs: ModelInputs) -> Tensor:
     return logits
 
 
+@torch.no_grad()
 def check_equal(
     network: Network,
     entrance: Entrance | None,
@@ -107,7 +118,8 @@ def check_equal(
     logits = model_logits(model, model_inputs(inputs))
     answer = logits if entrance is None else entrance.answer(logits)
     single = entrance is not None and entrance.program.casts(entrance.node)
-    worst = compare(network, x, answer, SINGLE if single else TOLERANCE)
+    most = SINGLE if single else TOLERANCE
+    worst = compare(network, x, answer, most)
     count = len(x)
     for one in each_of(inputs)[:_AROUND]:
         for number, radius in enumerate(RADII):
@@ -116,7 +128,47 @@ def check_equal(
             if real is not None:
                 worst = max(worst, compare(network, moved, real, TOLERANCE))
                 count += 1
+    pair = _in_company(each_of(inputs)[0])
+    with contextlib.suppress(ConversionError):  # the model takes one input at a time
+        logits = model_logits(model, model_inputs(pair))
+        answer = logits if entrance is None else entrance.answer(logits)
+    compare(network, x[:1], answer[:1], most, "the model with another input in the batch")
     return Equality(count, worst)
+
+
+def check_as_it_runs(
+    network: Network,
+    entrance: Entrance | None,
+    model: nn.Module,
+    inputs: ModelInputs,
+    encode: Callable[[ModelInputs], Tensor],
+    model_inputs: Callable[[ModelInputs], ModelInputs],
+) -> None:
+    """Compares a network with the model itself: in its own dtype, and with gradients recorded as for an attack."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float64)
+    one = each_of(inputs)[0]
+    with torch.enable_grad():
+        logits = model_logits(model, converted(model_inputs(one), dtype)).detach().double()
+    answer = logits if entrance is None else entrance.answer(logits)
+    what = f"the model in {dtype} with gradients"
+    compare(network, encode(one), answer, math.sqrt(torch.finfo(dtype).eps), what)
+
+
+def _in_company(one: ModelInputs) -> ModelInputs:
+    """The input and another one beside it."""
+
+    def beside(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.ndim < 2:
+            return value
+        other = value.flip(-1)
+        return torch.cat([value, 2 * other if value.is_floating_point() else other])
+
+    if isinstance(one, Tensor):
+        found: Tensor = beside(one)
+        return found
+    if isinstance(one, Mapping):
+        return {name: beside(value) for name, value in one.items()}
+    return tuple(beside(value) for value in one)
 
 
 def around(x: Float64[Tensor, "1 n d"], radius: float, seed: int) -> Float64[Tensor, "1 n d"]:
@@ -144,11 +196,14 @@ def _logits_at(
     return entrance.logits(moved, one)
 
 
-def compare(network: Network, x: Float64[Tensor, "b n d"], logits: Float64[Tensor, "b classes"], most: float) -> float:
+def compare(
+    network: Network, x: Float64[Tensor, "b n d"], logits: Float64[Tensor, "b classes"], most: float,
+    what: str = "the model",
+) -> float:  # fmt: skip
     """The largest difference of the logits, relative to the largest of them.
 
     Raises:
-        ConversionError: it is larger than `most`.
+        ConversionError: it is larger than `most`; the message says that the network is not `what`.
     """
     with torch.no_grad():
         found = network(x)
@@ -159,7 +214,7 @@ def compare(network: Network, x: Float64[Tensor, "b n d"], logits: Float64[Tenso
     apart, size = float((found - logits).abs().max()), float(logits.abs().max())
     if not apart <= most * max(size, 1e-300):
         raise ConversionError(
-            f"{network.name}: the network is not the model: logits differ by up to {apart:.2g}, the largest is "
+            f"{network.name}: the network is not {what}: logits differ by up to {apart:.2g}, the largest is "
             f"{size:.2g}; expected a difference by rounding alone: the model does more than its graph or its "
             "to_network says"
         )

@@ -132,12 +132,13 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
     args, kwargs = arguments(inputs)
     flags = [p.requires_grad for p in model.parameters()]
     last = model.register_forward_hook(lambda module, given, found: logits_of(found) if output else found)
+    before = _attributes(model)
     try:
         with torch.no_grad(), _quiet(), _masks_as_given():
             exported = torch.export.export(model, args, kwargs, strict=False)
             exported = exported.run_decompositions(_Opened())
     except Exception as error:  # whatever the model's own code raises
-        raise ConversionError(f"{type(model).__name__} cannot be read: {_reason(error)}") from error
+        raise ConversionError(f"{type(model).__name__} cannot be read: {reason(error)}") from error
     finally:
         last.remove()
         for p, flag in zip(model.parameters(), flags, strict=True):
@@ -149,6 +150,16 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
             f"{type(model).__name__} writes to {', '.join(sorted(changed.values()))} when it runs; a certificate is "
             "about a model that does not change"
         )
+    after = _attributes(model)
+    moved = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    if moved:
+        raise ConversionError(
+            f"{type(model).__name__} changes its attributes {', '.join(moved)} when it runs; a certificate is about a "
+            "model that does not change"
+        )
+    for node in exported.graph.nodes:
+        if _draws(node):
+            raise ConversionError(f"{Where(node)} draws at random; a certificate needs one formula for all runs")
     given, names = dict[str, Tensor](), list[str]()
     for spec in signature.input_specs:
         name = spec.arg.name
@@ -168,6 +179,30 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
         type(model).__name__,
         model,
     )
+
+
+def _attributes(model: nn.Module) -> dict[str, Any]:
+    """What modules remember in plain Python values, and the lengths of their collections."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, int | float | str | None):
+                found[f"{path}.{name}".strip(".")] = value
+            elif isinstance(value, list | tuple | dict | set) and not name.startswith("_"):
+                found[f"{path}.{name}".strip(".")] = len(value)
+    return found
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an operator's value is random; dropout that is switched off is not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    name = _name(node.target)
+    if "dropout" in name:
+        return bool(node.args[1]) and bool(node.args[2])
+    if "attention" in name:
+        return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
+    return True
 
 
 class _Opened(dict[Any, Callable[..., Any]]):
@@ -222,7 +257,7 @@ def _masks_as_given() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", lambda mask, causal, size: bool(causal))
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """The first sentence of an error, in words that a user of the model can act on."""
     text = str(error)
     if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__:
@@ -300,6 +335,7 @@ class Walk:
                 if source in depends and isinstance(self.values[source], Tensor):
                     self.frontier[source] = self.values[source]
             self.values[node] = self._read(node, args, kwargs)
+            _check_rounding(node, self.values[node])
         found: Value = self.values[self._program.output]
         return found
 
@@ -312,6 +348,15 @@ class Walk:
             return OPERATORS[name](self._reader, node.target, *args, **kwargs)
         except ConversionError as error:
             raise type(error)(f"{where} {error}") from error
+        except Exception as error:  # an option or a shape that no piece has
+            raise ConversionError(f"{where} is used in a way that is not known ({reason(error)})") from error
+
+
+def _check_rounding(node: fx.Node, value: Any) -> None:
+    """Refuses what moves in other numbers than float32 and float64: a step's rounding must be too small to matter."""
+    for leaf, known in zip(_leaves(value), _leaves(node.meta.get("val")), strict=False):
+        if _moves(leaf) and isinstance(known, Tensor) and known.dtype not in (torch.float32, torch.float64):
+            raise ConversionError(f"{Where(node)} turns something that moves into {known.dtype}; use float32 or float64")
 
 
 def _lifted(value: Any) -> Any:
