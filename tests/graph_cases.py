@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from holdfast.graph import Converted, to_network
 from holdfast.graph.equality import float64_copy
+from holdfast.graph.export import logits_of
 from holdfast.network.compositions.certify import certify_inputs
 from holdfast.network.network import Network
 
@@ -78,7 +79,7 @@ class OwnForward:
             given = {name: v[:1].expand(len(x), *v.shape[1:]) for name, v in self._named().items()}
             given = given[""] if "" in given else given
         output = self._model(given) if isinstance(given, Tensor) else self._model(**given)
-        logits: Tensor = output if isinstance(output, Tensor) else output["logits"]
+        logits: Tensor = logits_of(output)
         return logits if logits.ndim == 2 else logits[:, int(self._kept.nonzero().max())]
 
     def _named(self) -> dict[str, Tensor]:
@@ -130,7 +131,7 @@ def check(model: nn.Module, example: Any, *, close: float = 1e-8) -> Converted:
         real = own(x[:1])
         torch.testing.assert_close(network(x[:1]), real, rtol=close, atol=close * float(real.abs().max()))
         single = model(**example) if isinstance(example, dict) else model(example)
-        logits = single if isinstance(single, Tensor) else single["logits"]
+        logits = logits_of(single)
         logits = logits if logits.ndim == 2 else logits[:, -1] if real.shape == logits[:1, -1].shape else logits
         if not isinstance(example, dict) or bool(example.get("attention_mask", torch.ones(1)).all()):
             torch.testing.assert_close(network(x).to(logits.dtype), logits, rtol=1e-3, atol=1e-3 * float(real.abs().max()))
