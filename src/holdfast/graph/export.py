@@ -85,6 +85,14 @@ class Program:
         found: tuple[Any, ...] = fx.node.map_arg(node.args, values.__getitem__)
         return found
 
+    def dependent(self) -> set[fx.Node]:
+        """Every node that depends on the model's inputs."""
+        found: set[fx.Node] = set()
+        for node in self.nodes:
+            if node.name in self.inputs or any(source in found for source in node.all_input_nodes):
+                found.add(node)
+        return found
+
     def casts(self, moving: fx.Node) -> bool:
         """Whether something behind the node is computed in a smaller float than float64."""
         behind = {moving}
@@ -277,7 +285,7 @@ class Walk:
 
     def run(self, moving: Mapping[fx.Node, Value]) -> Value:
         """The logits as a function of the given nodes, which move."""
-        depends = _depends(self._program)
+        depends = self._program.dependent()
         for node in self._program.nodes:
             if node in moving:
                 self.values[node] = moving[node]
@@ -317,12 +325,3 @@ def _leaves(value: Any) -> list[Any]:
 
 def _moves(value: object) -> bool:
     return isinstance(value, Value) and not isinstance(value, Tensor)
-
-
-def _depends(program: Program) -> set[fx.Node]:
-    """Every node that depends on the model's inputs."""
-    found: set[fx.Node] = set()
-    for node in program.nodes:
-        if node.name in program.inputs or any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found

@@ -28,13 +28,16 @@ def _operator(*names: str) -> Callable[[Operator], Operator]:
 # -- what moves entries about; the operator itself acts on the index tensors
 
 
-@_operator(
+_REARRANGING = (
     "view", "reshape", "_unsafe_view", "_reshape_alias", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose",
     "permute", "t", "numpy_T", "movedim", "swapaxes", "expand", "expand_as", "repeat", "repeat_interleave", "slice",
     "select", "narrow", "index_select", "unbind", "chunk", "split", "split_with_sizes", "roll", "flip", "unfold",
     "diagonal", "view_as", "tril", "triu", "gather", "tile", "as_strided", "take_along_dim", "rot90", "pixel_shuffle",
     "pixel_unshuffle", "contiguous", "alias", "mT", "T",
 )  # fmt: skip
+
+
+@_operator(*_REARRANGING)
 def _move(reader: Reader, target: Any, x: Value, *args: Any, **kwargs: Any) -> Any:
     if isinstance(x, Tensor):
         refuse("places a constant by something that moves")
@@ -87,8 +90,16 @@ def _scatter(reader: Reader, target: Any, x: Value, source: Value, *args: Any, *
     return reader.where(place, wide, x)
 
 
-@_operator("clone", "detach", "lift_fresh_copy", "alias", "_to_copy", "to", "float", "double", "type_as", "dropout",
-           "native_dropout", "feature_dropout", "alpha_dropout")  # fmt: skip
+_PASSING = (
+    "clone", "detach", "lift_fresh_copy", "alias", "_to_copy", "to", "float", "double", "type_as", "dropout",
+    "native_dropout", "feature_dropout", "alpha_dropout",
+)  # fmt: skip
+
+#: Operators that change nothing but the places of entries.
+MOVING = {*_REARRANGING, *_PASSING, "getitem", "index", "cat", "concat", "stack", "constant_pad_nd"}
+
+
+@_operator(*_PASSING)
 def _same(reader: Reader, target: Any, x: Value, *args: Any, **kwargs: Any) -> Value:
     """Casts between floating-point types change nothing but rounding; dropout does nothing when a model is evaluated."""
     name = target._schema.name.partition("::")[2]

@@ -122,13 +122,17 @@ class Attended:
         layer: with each head's output by itself, w_o being an identity.
         x: the point whose tokens attend.
         value: (H, n, k) the heads' outputs.
-        windows: into how many groups the tokens fall that attend to each other only.
+        source: the point of these tokens, in any order.
+        rows: (windows, n) which row of it each token is; tokens attend to those of their own window only.
+        lonely: (windows, n) queries that may attend to no key.
     """
 
     layer: AttentionLayer
     x: Point
     value: Moving
-    windows: int
+    source: Point
+    rows: Int64[Tensor, "windows n"]
+    lonely: Bool[Tensor, "windows n"]
 
 
 def attend(scores: Scores, v: Moving, *, batch: int | None = None) -> Attended:
@@ -145,7 +149,8 @@ def attend(scores: Scores, v: Moving, *, batch: int | None = None) -> Attended:
     v = v.reshape(-1, *v.shape[-2:])
     if len(v.row) != H or v.shape[1] != m or n != m:
         _refuse(f"{H} heads of {n} queries and {m} keys meet values of shape {tuple(v.shape)}; expected self-attention")
-    point, found = _common([s.q, s.k, v])
+    source, found = _common([s.q, s.k, v])
+    point = source
     rows, windows = found[0].rows, len(found[0].rows)
     if any(not torch.equal(each.rows, rows) for each in found):
         _refuse("queries, keys and values are of different tokens, or in different orders")
@@ -165,7 +170,8 @@ def attend(scores: Scores, v: Moving, *, batch: int | None = None) -> Attended:
         Point((windows * n, h * kv))
     )
     value = inner.view((windows, n, h, kv)).rearranged(lambda t: t.movedim(2, 1).reshape(H, n, kv))
-    return Attended(layer, point, value, windows)
+    lonely = (s.bias.reshape(windows, H // windows, n, n)[:, 0] == -torch.inf).all(-1)
+    return Attended(layer, point, value, source, rows, lonely)
 
 
 @final
