@@ -19,8 +19,8 @@ import torch
 
 from certify_cases import Deadly, exact_radii, labelled, linear_network, rows
 from holdfast import HoldfastError, InputError, SoundnessError
-from holdfast.certification import MinimalAttack, Shard, certify, merge, read, verify
-from holdfast.certification.settings import Settings, weights_digest
+from holdfast.certification import MinimalAttack, Shard, certify, merge, read
+from holdfast.certification.settings import weights_digest
 from holdfast.certification.store import write
 from holdfast.network.network import Network
 from holdfast.results import Certificate, CertificationRun, RadiusEstimate
@@ -364,11 +364,3 @@ def test_a_file_is_written_whole_and_read_back(tmp_path: Path) -> None:
     run(path, 5)
     write(again, read(path))
     assert again.read_bytes() == path.read_bytes()
-
-
-def test_settings_can_be_read_back() -> None:
-    for settings in (
-        Settings(),
-        Settings("lofast", "numerical", perturb=("word", 3), normalise=((0.5, 0.1), (2.0, 1.0))),
-    ):
-        assert Settings.from_dict(settings.to_dict()) == settings
