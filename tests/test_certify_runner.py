@@ -22,7 +22,9 @@ from holdfast import HoldfastError, InputError, SoundnessError
 from holdfast.certification import MinimalAttack, Shard, certify, merge, read
 from holdfast.certification.settings import weights_digest
 from holdfast.certification.store import write
-from holdfast.network.network import Network
+from holdfast.network.affine import Affine
+from holdfast.network.base import Piece
+from holdfast.network.network import Head, Network
 from holdfast.results import Certificate, CertificationRun, RadiusEstimate
 
 ATTACK = MinimalAttack(restarts=1, steps=4)
@@ -182,6 +184,22 @@ def test_every_number_of_a_network_is_in_its_digest() -> None:
     network = linear_network()
     network.head.weight[0, 0] = torch.nextafter(network.head.weight[0, 0], torch.tensor(9.0, dtype=torch.float64))
     assert weights_digest(network) not in digests
+
+
+def test_a_digest_does_not_depend_on_where_a_class_stands() -> None:
+    def digest(piece: Piece) -> str:
+        return weights_digest(Network((piece,), Head(torch.eye(2).double(), torch.zeros(2).double())))
+
+    class Shift(Deadly):
+        def __init__(self) -> None:
+            self.by = torch.ones(2)
+
+    here, renamed = Shift, type("Moved", (Shift,), {"kind": "Shift"})
+    there = type("Shift", (Shift,), {"__qualname__": "Shift"})
+    assert digest(here()) == digest(there()) == digest(renamed())
+    assert digest(here()) != digest(type("Moved", (Shift,), {})())
+    stored = "bc852d3a74e65395a7255dc145eff14d97baeee1cae26b906db7d10eed27d0f6"  # by the first version
+    assert digest(Affine(torch.eye(2))) == stored
 
 
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from holdfast.cli.inputs import Json
 from holdfast.cli.work import INTERRUPTED, emit_json, say_written, telling
 from holdfast.data import Dataset, load
 from holdfast.errors import InputError
+from holdfast.report.numbers import down
 from holdfast.results import CertificationRun
 from holdfast.tracing.loading import load_classifier, load_tokenizer
 
@@ -157,7 +158,7 @@ def verify(
 
 def _verdict(found: Verification, model: str, data: str) -> list[str]:
     """What was checked, what it stands for, and what it does not."""
-    shares = ", ".join(f"{100 * share:.1f} % at {r:.6g}" for r, share in zip(found.radii, found.accuracy, strict=True))
+    shares = ", ".join(f"{down(100 * share)} % at {r:.6g}" for r, share in zip(found.radii, found.accuracy, strict=True))
     drawn = "" if found.seed is None else f", drawn with seed {found.seed} (--seed {found.seed} repeats it)"
     weaker = f"; {len(found.weaker)} claim less than is proved here" if found.weaker else ""
     counts = f"{len(found.checked)} records and {found.witnesses} perturbations: {len(found.failures)} failures"
