@@ -158,7 +158,9 @@ def verify(
 
 def _verdict(found: Verification, model: str, data: str) -> list[str]:
     """What was checked, what it stands for, and what it does not."""
-    shares = ", ".join(f"{down(100 * share)} % at {r:.6g}" for r, share in zip(found.radii, found.accuracy, strict=True))
+    shares = ", ".join(
+        f"{down(100 * share)} % at {r:.6g}" for r, share in zip(found.radii, found.accuracy, strict=True)
+    )
     drawn = "" if found.seed is None else f", drawn with seed {found.seed} (--seed {found.seed} repeats it)"
     weaker = f"; {len(found.weaker)} claim less than is proved here" if found.weaker else ""
     counts = f"{len(found.checked)} records and {found.witnesses} perturbations: {len(found.failures)} failures"
