@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.certification.examples import Batch, Entered, enter
+from holdfast.certification.lines import Record
 from holdfast.certification.settings import Settings
-from holdfast.certification.store import Record
 from holdfast.network.compositions import certify_inputs
 from holdfast.network.network import Network
 from holdfast.results import UNDECIDED, Certificate, RadiusEstimate

@@ -110,6 +110,22 @@ def _from_pairs(data: Iterable[tuple[Example, int]]) -> Examples:
     return Examples("given inputs", "all", inputs, labels, tuple(range(len(pairs))), whole)
 
 
+def ranges(indices: Sequence[int]) -> str:
+    """Numbers as "0, 3-5".
+
+    Example:
+        >>> ranges([0, 3, 4, 5])
+        '0, 3-5'
+    """
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][1] + 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
 @final
 @dataclass(frozen=True)
 class Entered:

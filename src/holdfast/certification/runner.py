@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from torch import nn
 import holdfast
 from holdfast.attacks.minimal import MinimalAttack
 from holdfast.certification.examples import Data, Examples, enter, read_examples
+from holdfast.certification.lines import Header
 from holdfast.certification.settings import Normalisation, Settings, weights_digest
-from holdfast.certification.store import Header, Stored, open_writer
+from holdfast.certification.store import Stored, open_writer
 from holdfast.certification.workers import examine_all
 from holdfast.errors import InputError
 from holdfast.network.convert import Perturbation
@@ -82,7 +82,7 @@ def certify(
         workers: processes.
         device: where the numbers are computed, such as "cuda".
         shard: the part of the data to do; `merge` joins the parts.
-        limit: take so many inputs from the beginning of the data.
+        limit: take so many inputs from the beginning of the data; a file can be gone on with to more of them.
         name: what to call the model.
         command: the command line, where there is one.
         progress: is told how many inputs are done, and of how many. If it is interrupted (KeyboardInterrupt), the run
@@ -105,7 +105,6 @@ def certify(
         model=name or (model.name if isinstance(model, Network) else type(model).__name__),
         data=examples.name,
         split=examples.split,
-        limit=limit,
         indices=list(examples.indices),
         radii=shown,
         command=command,
@@ -124,7 +123,6 @@ def describe(model: Network | nn.Module, examples: Examples, settings: Settings)
     return {
         "weights": weights_digest(network),
         "data": examples.checksum,
-        "inputs": hashlib.sha256(repr(examples.indices).encode()).hexdigest(),
         **settings.to_dict(),
         "holdfast": holdfast.__version__,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,20 +54,40 @@ class Settings:
 
     @classmethod
     def from_dict(cls, words: Mapping[str, str]) -> Settings:
-        """The settings in words again, without the attack."""
+        """The settings in words again."""
         guarantee: Guarantee = "numerical" if words["guarantee"] == "numerical" else "proved"
-        perturb = None if words["perturb"] == "input" else read_perturbation(words["perturb"])
-        normalise = json.loads(words["normalise"])
-        return cls(
+        found = cls(
             words["method"],
             guarantee,
-            perturb=perturb,
-            normalise=normalise and (tuple(normalise[0]), tuple(normalise[1])),
+            _read_attack(words["attack"]),
+            int(seed) if re.fullmatch(r"-?\d+", seed := words.get("seed", "0")) else 0,
+            None if words["perturb"] == "input" else read_perturbation(words["perturb"]),
+            _read_normalisation(words["normalise"]),
         )
+        for name, word in found.to_dict().items():
+            if words.get(name) != word:
+                raise InputError(f"the setting {name} is {words.get(name)!r}; expected words such as {word!r}")
+        return found
 
 
 def _listed(perturb: Perturbation) -> tuple[str | int, ...]:
     return (perturb,) if isinstance(perturb, str) else perturb
+
+
+def _read_attack(text: str) -> MinimalAttack | None:
+    counts = {name: int(number) for name, number in re.findall(r"(\w+)=(\d+)", text)}
+    try:
+        return None if text == "none" else MinimalAttack(**counts)
+    except TypeError:
+        raise InputError(f"the setting attack is {text!r}; expected none, or {MinimalAttack()}") from None
+
+
+def _read_normalisation(text: str) -> Normalisation | None:
+    try:
+        found = json.loads(text)
+        return found and (tuple(found[0]), tuple(found[1]))
+    except (ValueError, TypeError, LookupError):
+        raise InputError(f"the setting normalise is {text!r}; expected null, or two lists of numbers") from None
 
 
 def read_perturbation(text: str) -> Perturbation:
@@ -81,13 +102,27 @@ def read_perturbation(text: str) -> Perturbation:
     return ("word", int(number)) if part == "word" else ("layer", int(number))
 
 
+def names_of_settings(attacked: bool) -> set[str]:
+    """What is said of a run: how inputs are treated, of which weights and data, and by which Holdfast."""
+    return {*Settings(attack=MinimalAttack() if attacked else None).to_dict(), "weights", "data", "holdfast"}
+
+
+def checksum_of_inputs(indices: Sequence[int]) -> str:
+    """SHA-256 of the indices of inputs, in order."""
+    return hashlib.sha256(repr(tuple(indices)).encode()).hexdigest()
+
+
 def fingerprint(settings: Mapping[str, str]) -> str:
     """One word for all settings."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def weights_digest(network: Network) -> str:
-    """SHA-256 of what a network is made of: the kinds of its pieces, in order, with all their numbers."""
+    """SHA-256 of what a network is made of: the kinds of its pieces, in order, with all their numbers.
+
+    A kind is the name of a class, wherever that stands. One that is renamed keeps the digests of stored runs by saying
+    what it was called: `kind = "Affine"` in its body.
+    """
     digest = hashlib.sha256()
     _feed(digest, network.stages)
     _feed(digest, network.head)
@@ -106,11 +141,11 @@ def _feed(digest: Any, value: object) -> None:
         digest.update(f"{len(value)}:".encode())
         for each in value:
             _feed(digest, each)
-    elif callable(value) and hasattr(value, "__qualname__"):
-        _feed(digest, value.__qualname__)
+    elif callable(value) and hasattr(value, "__name__"):
+        _feed(digest, value.__name__)
     else:
         kind = type(value)
-        digest.update(f"{kind.__qualname__} ".encode())
+        digest.update(f"{vars(kind).get('kind', kind.__name__)} ".encode())
         # What is computed from the rest on first use adds nothing.
         computed = {name for base in kind.__mro__ for name, v in vars(base).items() if isinstance(v, cached_property)}
         _feed(digest, {name: each for name, each in vars(value).items() if name not in computed})

@@ -13,8 +13,8 @@ from torch import nn
 
 from holdfast.certification.examine import examine
 from holdfast.certification.examples import Batch
+from holdfast.certification.lines import Record
 from holdfast.certification.settings import Settings
-from holdfast.certification.store import Record
 from holdfast.errors import HoldfastError
 from holdfast.network.network import Network
 
