@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from holdfast.errors import ConversionError, InputError
 from holdfast.graph.entrance import Entrance, each_of
-from holdfast.graph.export import ModelInputs, arguments
+from holdfast.graph.export import ModelInputs, arguments, logits_of
 from holdfast.network.network import Network
 
 #: How far logits may be apart, relative to the largest of them: far above rounding in float64, far below any mistake.
@@ -67,15 +67,7 @@ def model_logits(model: nn.Module, inputs: ModelInputs) -> Tensor:
     args, kwargs = arguments(inputs)
     with torch.no_grad():
         output = model(*args, **kwargs)
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if isinstance(output, tuple) and len(output) == 1:
-        logits = output[0]
-    if not isinstance(logits, Tensor) or logits.ndim not in (2, 3):
-        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
-        raise ConversionError(
-            f"{type(model).__name__} returned {found}; expected a classifier with logits (b, classes)"
-        )
-    return logits
+    return logits_of(output, type(model).__name__)
 
 
 def check_equal(

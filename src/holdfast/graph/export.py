@@ -137,16 +137,14 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
         ConversionError: it cannot be recorded, or changes its own buffers; the message says why.
     """
     args, kwargs = arguments(inputs)
-    flags = [p.requires_grad for p in model.parameters()]
     try:
         with torch.no_grad(), _quiet():
-            exported = torch.export.export(model, args, kwargs, strict=False)
+            exported = torch.export.export(_Answering(model, output), args, kwargs, strict=False)
             exported = exported.run_decompositions(_Opened())
+    except ConversionError:
+        raise
     except Exception as error:  # whatever the model's own code raises
         raise ConversionError(f"{type(model).__name__} cannot be read: {_reason(error)}") from error
-    finally:
-        for p, flag in zip(model.parameters(), flags, strict=True):
-            p.requires_grad_(flag)
     signature = exported.graph_signature
     changed = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
     if changed:
@@ -169,7 +167,7 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
         tuple(n for n in nodes if n.op != "output"),
         given,
         tuple(tensors),
-        _logits(exported, type(model).__name__) if output else nodes[-1],
+        nodes[-1].args[0][0],
         type(model).__name__,
         model,
     )
@@ -233,18 +231,34 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {words[:300]}" if words else type(error).__name__
 
 
-def _logits(exported: Any, name: str) -> fx.Node:
-    """The node of the tensor that the model returns, or of its `logits`."""
-    (end,) = (n for n in exported.graph.nodes if n.op == "output")
-    leaves = [leaf for leaf in end.args[0] if isinstance(leaf, fx.Node)]
-    if len(leaves) == 1:
-        return leaves[0]
-    returned = torch.utils._pytree.tree_unflatten(list(range(len(end.args[0]))), exported.call_spec.out_spec)
-    place = returned.get("logits") if isinstance(returned, Mapping) else getattr(returned, "logits", None)
-    if place is None:
-        raise ConversionError(f"{name} returns {len(leaves)} tensors and none called logits; expected logits alone")
-    found = end.args[0][place]
-    assert isinstance(found, fx.Node)
+@final
+class _Answering(nn.Module):
+    """A model that returns tensors alone: its logits, or whatever tensors it returns."""
+
+    def __init__(self, model: nn.Module, logits: bool) -> None:
+        super().__init__()
+        self.model, self._logits = model, logits
+        self.train(model.training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        returned = self.model(*args, **kwargs)
+        if self._logits:
+            return logits_of(returned, type(self.model).__name__)
+        values = returned.values() if isinstance(returned, Mapping) else returned
+        values = (values,) if isinstance(values, Tensor) else values
+        return tuple(value for value in values if isinstance(value, Tensor))
+
+
+def logits_of(returned: Any, name: str) -> Tensor:
+    """The one tensor that a model returned, or its `logits`."""
+    found = returned
+    if not isinstance(returned, Tensor):
+        found = returned.get("logits") if isinstance(returned, Mapping) else getattr(returned, "logits", None)
+    if isinstance(returned, tuple | list) and len(returned) == 1:
+        found = returned[0]
+    if not isinstance(found, Tensor) or found.ndim not in (2, 3):
+        shown = tuple(found.shape) if isinstance(found, Tensor) else type(returned).__name__
+        raise ConversionError(f"{name} returned {shown}; expected a classifier with logits (b, classes)")
     return found
 
 
@@ -258,7 +272,8 @@ class Where:
     def __init__(self, node: fx.Node) -> None:
         self.operator = _name(node.target)
         stack = node.meta.get("nn_module_stack") or {}
-        self.module = next((path for path, _ in reversed(stack.values()) if path), "")
+        paths = [path.removeprefix("model").removeprefix(".") for path, _ in stack.values() if path]
+        self.module = paths[-1] if paths else ""
         lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
         own = [line for line in lines if "/torch/" not in line[0]]
         self.line = "{}:{}".format(*(own or lines)[-1]) if lines else ""

@@ -27,6 +27,7 @@ from holdfast.graph.fuse import changed
 #: A rebuilt layer may differ from what the model computed by so much, relatively: rounding in the model's dtype.
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}
 
+_PRODUCTS = {"matmul", "bmm"}
 _MAPS = {"linear", "addmm", "convolution", "conv1d"}
 _ATTENTION = {"scaled_dot_product_attention", "softmax", "_softmax", "_safe_softmax"}
 _ARITHMETIC = {"add", "sub", "mul", "div", "neg", "matmul", "bmm", "baddbmm", "masked_fill", "where", "rsub"}
@@ -129,7 +130,10 @@ def _attention(node: fx.Node) -> str | None:
 def _near(program: Program) -> set[fx.Node]:
     """The nodes between X and the softmax or kernel of each attention: maps, and what is done to their outputs."""
     found: set[fx.Node] = set()
-    pending = [(node, False) for node in program.nodes if _attention(node) is not None]
+    ends = [node for node in program.nodes if _attention(node) is not None]
+    for node in ends:  # a softmax meets the values in a product
+        ends += [user for user in node.users if operator_name(user) in {*MOVING, *_PRODUCTS} and user not in ends]
+    pending = [(node, False) for node in ends]
     while pending:
         node, mapped = pending.pop()
         if node in found or node.op != "call_function":
@@ -173,7 +177,7 @@ class _Pass:
                 self._values.pop(gone, None)
                 self._symbols.pop(gone, None)
         for one, output in self._open.values():  # nothing linear follows
-            yield self._close(one, None, None, output)
+            yield self._close(one, None, output)
 
     def _read(self, node: fx.Node) -> Iterator[TracedLayer]:
         """Reads the node where it is near an attention or follows one."""
@@ -186,7 +190,7 @@ class _Pass:
             one, _ = self._open.pop(symbol.point)
             found = self._map(node, symbol)
             if found is not None:
-                yield self._close(one, *found, self._values[node])
+                yield self._close(one, found, self._values[node])
                 return
             self._open[symbol.point] = (one, self._values[behind[0]])
         if node not in self._near and not (behind and name in MOVING):
@@ -234,21 +238,22 @@ class _Pass:
         one = _Open(Where(node).module, attended, x)
         self._open[attended.value.point] = (one, self._values[node])
 
-    def _map(self, node: fx.Node, symbol: Moving) -> tuple[Tensor, Tensor | None] | None:
-        """Weight (h k, d_out) and bias of a map that takes all heads' outputs; None for any other."""
+    def _map(self, node: fx.Node, symbol: Moving) -> Moving | None:
+        """A map that takes all heads' outputs, as a function of these; None for any other."""
         read = self._symbol(node, operator_name(node))
         if not isinstance(read, Moving) or read.map is None or read.point is not symbol.point:
             return None
-        bias = read.map.bias
-        return read.map.matrix, bias if bool(bias.any()) else None
+        return read
 
-    def _close(self, one: _Open, w_o: Tensor | None, b_o: Tensor | None, output: Tensor) -> TracedLayer:
+    def _close(self, one: _Open, mapped: Moving | None, output: Tensor) -> TracedLayer:
         """The layer with its output map, compared with what the model computed."""
         layer = one.attended.layer
         dtype = one.x.dtype if one.x.dtype in (torch.float32, torch.float64) else torch.float32
-        if w_o is not None:
-            layer = changed(layer, w_o=w_o.reshape(*layer.w_o.shape[:2], -1), b_o=b_o)
-        error = self._distance(one, layer, output, w_o is not None)
+        if mapped is not None and mapped.map is not None:
+            w_o, b_o = mapped.map.matrix, mapped.map.bias
+            w_o = w_o.reshape(*layer.w_o.shape[:2], -1)
+            layer = changed(layer, w_o=w_o, b_o=b_o if bool(b_o.any()) else None)
+        error = _distance(one, layer, mapped, output)
         most = _TOLERANCE.get(output.dtype, 1e-5)
         if not error <= most:
             raise UnsupportedAttentionError(
@@ -257,22 +262,19 @@ class _Pass:
             )
         return TracedLayer(one.name, layer.to(dtype), one.x.to(dtype), error)
 
-    def _distance(self, one: _Open, layer: AttentionLayer, output: Tensor, mapped: bool) -> float:
-        found = layer.double()(one.x.double())
-        lonely = one.attended.lonely
-        if mapped:
-            order = one.attended.rows.flatten()
-            back = torch.empty_like(order)
-            back[order] = torch.arange(len(order))
-            found = found.flatten(0, 1)[back]
-            real = output.reshape(found.shape).double()
-            keep = ~lonely.flatten()[back]
-        else:
-            H, n, k = one.attended.value.shape
-            real = output.reshape(len(one.x), -1, n, k).movedim(1, 2).flatten(-2).double()
-            keep = ~lonely
-        difference, size = (torch.linalg.vector_norm(t[keep]) for t in (found - real, real))
-        return float(difference / size) if float(size) else float(difference)
+
+def _distance(one: _Open, layer: AttentionLayer, mapped: Moving | None, output: Tensor) -> float:
+    """How far the layer is from what the model computed, relatively, over the queries that have a key."""
+    found, keep = layer.double()(one.x.double()), ~one.attended.lonely
+    if mapped is not None:
+        rows = mapped.row[..., 0].flatten()
+        found, keep = found.flatten(0, 1)[rows], keep.flatten()[rows]
+        real = output.reshape(found.shape).double()
+    else:
+        _, n, k = one.attended.value.shape
+        real = output.reshape(len(one.x), -1, n, k).movedim(1, 2).flatten(-2).double()
+    difference, size = (torch.linalg.vector_norm(t[keep]) for t in (found - real, real))
+    return float(difference / size) if float(size) else float(difference)
 
 
 def _batch(feed: Any) -> int:
