@@ -26,7 +26,7 @@ from holdfast.errors import InputError, MemoryLimitError, NotApplicableError
 from holdfast.linalg import MatrixOperator, estimate, upper
 from holdfast.radii import check_radii
 from holdfast.results import Guarantee
-from holdfast.tracing import TracedLayer, trace
+from holdfast.graph.trace import TracedLayer, trace
 from holdfast.tracing.loading import Picture
 
 #: "second-order" is exact to first order and nearly always the smallest; "cov" takes a third of its time, and serves

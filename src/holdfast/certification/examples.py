@@ -15,7 +15,7 @@ from holdfast.certification.settings import Settings
 from holdfast.data import Dataset, load
 from holdfast.data.dataset import checksum
 from holdfast.errors import InputError
-from holdfast.network.convert import to_network
+from holdfast.graph import to_network
 from holdfast.network.network import Network
 from holdfast.storage import Pathlike
 

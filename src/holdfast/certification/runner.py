@@ -18,7 +18,7 @@ from holdfast.certification.settings import Normalisation, Settings, weights_dig
 from holdfast.certification.store import Stored, open_writer
 from holdfast.certification.workers import examine_all
 from holdfast.errors import InputError
-from holdfast.network.convert import Perturbation
+from holdfast.graph import Perturbation
 from holdfast.network.network import Network
 from holdfast.radii import check_radii
 from holdfast.results import CertificationRun, Guarantee

@@ -16,7 +16,7 @@ from torch import Tensor
 from holdfast.attacks.minimal import MinimalAttack
 from holdfast.errors import InputError
 from holdfast.network.compositions import compositions
-from holdfast.network.convert import Perturbation
+from holdfast.graph import Perturbation
 from holdfast.network.network import Network
 from holdfast.results import Guarantee
 

@@ -7,7 +7,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -43,6 +43,8 @@ class Program:
         inputs: the names of the placeholders of the model's own inputs, in order.
         output: the node of the logits.
         name: of the model's class.
+        model: whose weights `given` holds, and may change in place.
+        keys: under which name of the model's state each of these weights stands.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -51,6 +53,12 @@ class Program:
     output: fx.Node
     name: str
     model: nn.Module = field(repr=False)
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+    def current(self) -> Program:
+        """The same operators with the weights that the model has now."""
+        state = self.model.state_dict()
+        return replace(self, given={**self.given, **{name: state[key] for name, key in self.keys.items()}})
 
     def execute(self, feed: Mapping[str, Tensor], moving: Mapping[fx.Node, Tensor]) -> Tensor:
         """The logits, with the given values of some nodes; behind these, casts to smaller floats do nothing."""
@@ -152,7 +160,7 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
             f"{type(model).__name__} writes to {', '.join(sorted(changed.values()))} when it runs; a certificate is "
             "about a model that does not change"
         )
-    given, names = dict[str, Tensor](), list[str]()
+    given, names, keys = dict[str, Tensor](), list[str](), dict[str, str]()
     for spec in signature.input_specs:
         name = spec.arg.name
         if spec.kind == InputKind.USER_INPUT:
@@ -161,6 +169,7 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
             given[name] = exported.constants[spec.target]
         else:
             given[name] = exported.state_dict[spec.target].detach()
+            keys[name] = str(spec.target).removeprefix("model.")
     nodes = tuple(exported.graph.nodes)
     tensors = [name for name in names if any(n.name == name and isinstance(n.meta.get("val"), Tensor) for n in nodes)]
     return Program(
@@ -170,6 +179,7 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
         nodes[-1].args[0][0],
         type(model).__name__,
         model,
+        keys,
     )
 
 

@@ -101,7 +101,7 @@ class Tracer:
     def layers(self, inputs: ModelInputs) -> Iterator[TracedLayer]:
         """Every attention at these inputs."""
         seen = Counter[str]()
-        for traced in _Pass(self._program, self._near).run(inputs):
+        for traced in _Pass(self._program.current(), self._near).run(inputs):
             seen[traced.name] += 1
             name = traced.name if self._names[traced.name] == 1 else f"{traced.name}#{seen[traced.name]}"
             yield TracedLayer(name, traced.layer, traced.x, traced.rebuild_error)

@@ -24,7 +24,7 @@ from holdfast.errors import InputError, SoundnessError
 from holdfast.models import Transformer
 from holdfast.models import load as load_model
 from holdfast.models.files import shelf_file, stored_config
-from holdfast.network.convert import to_network
+from holdfast.graph import to_network
 from holdfast.network.network import Network
 from holdfast.report.numbers import down
 from holdfast.repro.processes import Tell
