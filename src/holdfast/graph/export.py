@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -285,6 +286,7 @@ class Where:
         paths = [path.removeprefix("model").removeprefix(".") for path, _ in stack.values() if path]
         self.module = paths[-1] if paths else ""
         lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+        lines = [line for line in lines if Path(line[0]).parent != Path(__file__).parent]
         own = [line for line in lines if "/torch/" not in line[0]]
         self.line = "{}:{}".format(*(own or lines)[-1]) if lines else ""
 

@@ -261,6 +261,8 @@ def _matmul(reader: Reader, target: Any, a: Value, b: Value) -> Value:
 
 @_operator("addmm", "baddbmm", "addmv")
 def _addmm(reader: Reader, target: Any, c: Value, a: Value, b: Value, beta: float = 1.0, alpha: float = 1.0) -> Value:
+    if isinstance(b, Tensor) and isinstance(c, Tensor) and b.ndim == 2 and c.ndim == 1 and alpha == beta == 1:
+        return reader.linear(a, b.mT, c)
     product = reader.multiply(reader.matmul(a, b), torch.tensor(float(alpha), dtype=torch.float64))
     return product if beta == 0 else reader.add(product, c, float(beta))
 

@@ -277,7 +277,7 @@ class Reader:
         if isinstance(x, Entrywise):
             return self._activated(x)
         if isinstance(x, Scores):
-            refuse("uses attention scores or probabilities other than to weigh values")
+            refuse("changes attention scores or probabilities in a way that is not known, such as a soft cap")
         refuse("uses mean squares other than to divide by their root" if isinstance(x, MeanSquare) else "does not move")
 
     def _activated(self, x: Entrywise) -> Moving:

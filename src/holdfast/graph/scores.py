@@ -148,7 +148,15 @@ def attend(scores: Scores, v: Moving, *, batch: int | None = None) -> Attended:
     H, n, m = s.sizes
     v = v.reshape(-1, *v.shape[-2:])
     if len(v.row) != H or v.shape[1] != m or n != m:
-        _refuse(f"{H} heads of {n} queries and {m} keys meet values of shape {tuple(v.shape)}; expected self-attention")
+        _refuse(f"lets {n} queries attend to {m} keys: past keys, added tokens or cross-attention")
+    points = {s.q.point, s.k.point, v.point}
+    if batch is not None and len(points) > 1:
+        between = sorted({point.step.label or "a sum" for point in points if point.step is not None})
+        _refuse(
+            f"has more than linear maps before it: {', '.join(between)} of queries, keys or values"
+            if between
+            else "takes queries, keys and values from different tensors: cross-attention"
+        )
     source, found = _common([s.q, s.k, v])
     point = source
     rows, windows = found[0].rows, len(found[0].rows)
@@ -325,7 +333,7 @@ def _mask(bias: Float64[Tensor, "windows h n n"], batch: int | None) -> dict[str
     """Mask and score bias of the layer: for each input where there is a batch, otherwise for all windows together."""
     allowed: Bool[Tensor, "windows h n n"] = bias > -torch.inf
     if bool((allowed != allowed[:, :1]).any()):
-        _refuse("heads have masks of their own; expected one mask for all heads")
+        _refuse("masks each head in a way of its own; expected one mask for all heads")
     mask, finite = allowed[:, 0], torch.where(allowed, bias, 0.0)
     if batch is None:
         if not bool(mask.any(-1).all()):

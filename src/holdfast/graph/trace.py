@@ -29,8 +29,8 @@ _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, t
 
 _PRODUCTS = {"matmul", "bmm"}
 _MAPS = {"linear", "addmm", "convolution", "conv1d"}
-_ATTENTION = {"scaled_dot_product_attention", "softmax", "_softmax", "_safe_softmax"}
-_ARITHMETIC = {"add", "sub", "mul", "div", "neg", "matmul", "bmm", "baddbmm", "masked_fill", "where", "rsub"}
+_KERNEL = "scaled_dot_product_attention"
+_SOFTMAX = {"softmax", "_softmax", "_safe_softmax"}
 
 
 @final
@@ -40,7 +40,7 @@ class TracedLayer:
 
     Attributes:
         name: qualified name of its module; with #1, #2, … where the module runs more than once.
-        layer: its output map included, without residual.
+        layer: its output map included, if one follows, without residual.
         x: what enters the query, key and value maps.
         rebuild_error: ‖layer(x) - what the model computed‖ / ‖what it computed‖, with layer(x) in float64. Queries
             without any key (padding) are left out: the layer lets them attend to themselves.
@@ -91,12 +91,11 @@ class Tracer:
         except ConversionError as error:
             raise UnsupportedAttentionError(str(error)) from error
         self._near = _near(self._program)
-        names = Counter(name for node in self._program.nodes if (name := _attention(node)) is not None)
-        if not names:
+        if not self._near.attentions:
             raise UnsupportedAttentionError(
                 f"{self._program.name} computed no dot-product attention on this input; expected a transformer"
             )
-        self._names = names
+        self._names = Counter(Where(node).module for node in self._near.attentions)
 
     def layers(self, inputs: ModelInputs) -> Iterator[TracedLayer]:
         """Every attention at these inputs."""
@@ -120,28 +119,67 @@ def _call(model: nn.Module, inputs: ModelInputs) -> None:
         raise InputError(f"{type(model).__name__} does not take these inputs: {reason}") from error
 
 
-def _attention(node: fx.Node) -> str | None:
-    """The name of the module, where the node is attention or the softmax of one."""
-    if node.op != "call_function" or operator_name(node) not in _ATTENTION:
-        return None
-    return Where(node).module
+@final
+@dataclass(frozen=True)
+class _Near:
+    """Which nodes are read.
+
+    Attributes:
+        attentions: kernels, and softmaxes whose output is multiplied by something.
+        nodes: those, and what lies between X and them: maps, and what is done to their outputs.
+        content: what depends on the tensors that enter these maps; the rest, such as masks, is constant.
+    """
+
+    attentions: tuple[fx.Node, ...]
+    nodes: frozenset[fx.Node]
+    content: frozenset[fx.Node]
 
 
-def _near(program: Program) -> set[fx.Node]:
-    """The nodes between X and the softmax or kernel of each attention: maps, and what is done to their outputs."""
-    found: set[fx.Node] = set()
-    ends = [node for node in program.nodes if _attention(node) is not None]
-    for node in ends:  # a softmax meets the values in a product
-        ends += [user for user in node.users if operator_name(user) in {*MOVING, *_PRODUCTS} and user not in ends]
+def _near(program: Program) -> _Near:
+    calls = [node for node in program.nodes if node.op == "call_function"]
+    attentions, ends = list[fx.Node](), list[fx.Node]()
+    for node in calls:
+        products = _products(node) if operator_name(node) in _SOFTMAX else []
+        if operator_name(node) == _KERNEL or products:
+            attentions.append(node)
+            ends += [node, *products]
+    found, entering = set[fx.Node](), set[fx.Node]()
     pending = [(node, False) for node in ends]
     while pending:
         node, mapped = pending.pop()
-        if node in found or node.op != "call_function":
-            continue
-        name = operator_name(node)
-        if name in MOVING or (not mapped and name in _MAPS | _ARITHMETIC | _ATTENTION):
+        name = operator_name(node) if node.op == "call_function" else ""
+        if name in MOVING or (not mapped and name in OPERATORS):
+            if node not in found:
+                found.add(node)
+                pending += [(source, mapped or name in _MAPS) for source in node.all_input_nodes]
+        elif mapped:
+            entering.add(node)
+    return _Near(tuple(attentions), frozenset(found), frozenset(_content(program, entering)))
+
+
+def _products(softmax: fx.Node) -> list[fx.Node]:
+    """The products that probabilities enter, and the views on the way."""
+    found = [softmax]
+    for node in found:
+        found += [user for user in node.users if user.op == "call_function" and operator_name(user) in MOVING]
+    products = [user for node in found for user in node.users if operator_name(user) in _PRODUCTS]
+    return [*found[1:], *products] if products else []
+
+
+def _content(program: Program, entering: set[fx.Node]) -> set[fx.Node]:
+    """What depends on embeddings, or on an input of which the tensors that enter some map are made."""
+    above = set(entering)
+    for node in reversed(program.nodes):
+        if any(user in above for user in node.users):
+            above.add(node)
+    dependent, found = program.dependent(), set[fx.Node]()
+    for node in program.nodes:
+        value = node.meta.get("val")
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        starts = node.name in program.inputs and floating and node in above
+        looked_up = node.op == "call_function" and operator_name(node) == "embedding" and node in dependent
+        if starts or looked_up or any(source in found for source in node.all_input_nodes):
             found.add(node)
-            pending += [(source, mapped or name in _MAPS) for source in node.all_input_nodes]
     return found
 
 
@@ -159,12 +197,12 @@ class _Open:
 class _Pass:
     """One run of a program, with what is near attention read beside."""
 
-    def __init__(self, program: Program, near: set[fx.Node]) -> None:
+    def __init__(self, program: Program, near: _Near) -> None:
         self._program, self._near = program, near
         self._values, self._symbols = Environment(), dict[fx.Node, Any]()
         self._concrete: dict[Point, Tensor] = {}
+        self._given: dict[Any, Moving] = {}
         self._open: dict[Point, tuple[_Open, Tensor]] = {}
-        self._dependent = program.dependent()
 
     def run(self, inputs: ModelInputs) -> Iterator[TracedLayer]:
         feed = self._program.feed(inputs)
@@ -193,7 +231,7 @@ class _Pass:
                 yield self._close(one, found, self._values[node])
                 return
             self._open[symbol.point] = (one, self._values[behind[0]])
-        if node not in self._near and not (behind and name in MOVING):
+        if node not in self._near.nodes and not (behind and name in MOVING):
             return
         before = len(self._reader.attended)
         symbol = self._symbol(node, name)
@@ -210,10 +248,9 @@ class _Pass:
         args, kwargs = (fx.node.map_arg(given, self._argument) for given in (node.args, node.kwargs))
         try:
             return OPERATORS[name](self._reader, node.target, *args, **kwargs)
-        except UnknownAttention as error:
-            raise UnsupportedAttentionError(f"{Where(node)} {error}") from error
         except ConversionError as error:
-            if any(isinstance(self._symbols.get(source), Scores) for source in node.all_input_nodes):
+            known = any(isinstance(self._symbols.get(source), Scores) for source in node.all_input_nodes)
+            if known or isinstance(error, UnknownAttention) or node in self._near.attentions:
                 raise UnsupportedAttentionError(f"{Where(node)} {error}") from error
             return None  # an operator that is only executed
 
@@ -222,17 +259,26 @@ class _Pass:
         if node in self._symbols:
             return self._symbols[node]
         value = self._values[node]
-        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 2 and node in self._dependent:
-            point = Point((value[..., 0].numel(), value.shape[-1]))
-            self._concrete[point] = value.detach().reshape(point.shape)
-            self._symbols[node] = point.view(value.shape)
+        if not isinstance(value, Tensor) or node not in self._near.content or value.ndim < 2:
+            return value
+        given = _memory(value) if node.op == "placeholder" else None
+        if given in self._given:  # one tensor for queries, keys and values
+            self._symbols[node] = self._given[given]
             return self._symbols[node]
-        return value
+        point = Point((value[..., 0].numel(), value.shape[-1]))
+        self._concrete[point] = value.detach().reshape(point.shape)
+        self._symbols[node] = point.view(value.shape)
+        if given is not None:
+            self._given[given] = self._symbols[node]
+        return self._symbols[node]
 
     def _opened(self, node: fx.Node, attended: Attended) -> None:
         point = attended.source
         if point not in self._concrete:
-            raise UnsupportedAttentionError(f"{Where(node)} takes queries, keys and values of different tensors")
+            what = point.step.label if point.step is not None else ""
+            raise UnsupportedAttentionError(
+                f"{Where(node)} attends by more than linear maps of one tensor: found {what or 'a sum'} before it"
+            )
         x = self._concrete[point][attended.rows.flatten()]
         x = x.reshape(*attended.rows.shape, point.shape[1])
         one = _Open(Where(node).module, attended, x)
@@ -275,6 +321,11 @@ def _distance(one: _Open, layer: AttentionLayer, mapped: Moving | None, output: 
         real = output.reshape(len(one.x), -1, n, k).movedim(1, 2).flatten(-2).double()
     difference, size = (torch.linalg.vector_norm(t[keep]) for t in (found - real, real))
     return float(difference / size) if float(size) else float(difference)
+
+
+def _memory(t: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    """Where a tensor's numbers stand."""
+    return t.data_ptr(), t.shape, t.stride()
 
 
 def _batch(feed: Any) -> int:

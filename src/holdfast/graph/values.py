@@ -132,7 +132,21 @@ class Moving:
         """With something added that does not move."""
         constant = torch.as_tensor(constant, dtype=torch.float64)
         wide = self.expand(torch.broadcast_shapes(self.shape, constant.shape))
+        bias = wide._as_bias(constant.expand(wide.shape))
+        if bias is not None and wide.map is not None:
+            return replace(wide, map=Map(wide.map.matrix, wide.map.bias + bias), memory={})
         return replace(wide, constant=wide.constant + constant, memory={})
+
+    def _as_bias(self, constant: Float64[Tensor, "*shape"]) -> Float64[Tensor, " c"] | None:
+        """A constant as a bias of the map's columns, where it is one; it then takes part in what follows."""
+        if self.map is None or len(self.terms) > 1 or bool((self.row == FIXED).any()):
+            return None
+        if bool(self.map.bias.any()) or not bool((self.terms[0].gain == 1).all()):
+            return None
+        column = self.terms[0].column
+        bias = torch.zeros_like(self.map.bias)
+        bias[column.flatten()] = constant.flatten()
+        return bias if torch.equal(bias[column], constant) else None
 
     @property
     def plain(self) -> bool:
