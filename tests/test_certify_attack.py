@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from holdfast.network.convert import to_network
 from torch import Tensor
 
 from certify_cases import CLASSES, exact_radii, labelled, linear_network
@@ -15,7 +16,6 @@ from holdfast.linalg.rounding import Ball
 from holdfast.models import demo_digits, load_digits_vit
 from holdfast.models.digits import DigitsViT
 from holdfast.movement import distance
-from holdfast.network.convert import to_network
 
 
 def test_the_distance_to_a_linear_boundary_is_found_and_proved() -> None:

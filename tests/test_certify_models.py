@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from holdfast.network.convert import to_network
 
 import holdfast
 from holdfast import InputError
@@ -18,7 +19,6 @@ from holdfast.certification.settings import weights_digest
 from holdfast.data import Dataset, load
 from holdfast.data.dataset import checksum
 from holdfast.models import DigitsViT
-from holdfast.network.convert import to_network
 from holdfast.results import Guarantee
 
 ATTACK = MinimalAttack(restarts=1, targets=3, steps=12)

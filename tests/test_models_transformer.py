@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from holdfast.network.convert import to_network
 from safetensors.torch import load_file, save_file
 
 from holdfast.bounds.arithmetic import Proved
@@ -14,7 +15,6 @@ from holdfast.linalg import Ball
 from holdfast.models import ModelConfig, Transformer, config, load, named_configs, read_config, save
 from holdfast.network.attention import Attention
 from holdfast.network.base import SmoothPiece
-from holdfast.network.convert import to_network
 from holdfast.nn import manifold_parameters, plain
 
 DESIGNS = sorted({name.split()[0] for name in named_configs()})

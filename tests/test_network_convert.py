@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from holdfast.network.conversion.equality import compare, model_logits
+from holdfast.network.convert import Converted, check_equal, to_network
 from torch import Tensor, nn
 
 from holdfast.bounds.arithmetic import Numerical, Proved
@@ -16,8 +18,6 @@ from holdfast.models import demo_digits, load_digits_vit
 from holdfast.models.config import config
 from holdfast.models.transformer import Transformer
 from holdfast.network.attention import Attention
-from holdfast.network.conversion.equality import compare, model_logits
-from holdfast.network.convert import Converted, check_equal, to_network
 from holdfast.network.network import Head, Network, Residual
 from holdfast.network.pooling import Flatten
 

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from holdfast.network.convert import to_network
 from torch import Tensor
 
 from holdfast import AttentionLayer, NotApplicableError
@@ -33,7 +34,6 @@ from holdfast.network.activations import activations
 from holdfast.network.attention import Attention
 from holdfast.network.centre import Centre
 from holdfast.network.compositions import compositions
-from holdfast.network.convert import to_network
 from holdfast.network.expansion import Cubic, Expansion, forms, refusal
 from holdfast.network.expansion.graded import DEGREES, Graded, smaller
 from holdfast.network.network import Head, Network, Residual

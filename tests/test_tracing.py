@@ -454,7 +454,9 @@ def test_dropout_is_named(transformers: ModuleType) -> None:
 
 def test_added_tokens_are_named() -> None:
     x = torch.randn(3, 5, 8)
-    refused(nn.MultiheadAttention(8, 2, add_bias_kv=True), (x, x, x), "lets 3 queries attend to 4 keys: .* added tokens")
+    refused(
+        nn.MultiheadAttention(8, 2, add_bias_kv=True), (x, x, x), "lets 3 queries attend to 4 keys: .* added tokens"
+    )
 
 
 def test_heads_with_masks_of_their_own_are_named() -> None:

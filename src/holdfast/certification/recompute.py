@@ -25,6 +25,7 @@ from holdfast.certification.runner import Progress, describe
 from holdfast.certification.settings import Settings
 from holdfast.certification.store import Stored, differences, read
 from holdfast.errors import InputError
+from holdfast.graph import Perturbation, Readings
 from holdfast.movement import distance
 from holdfast.network.compositions import proves
 from holdfast.network.network import Network
@@ -82,6 +83,7 @@ def verify(
     sample: int | None = 20,
     seed: int | None = None,
     batch: int = 8,
+    perturb: Perturbation | None = None,
     progress: Progress | None = None,
 ) -> Verification:
     """Computes records again, attacks again and tries the stored perturbations, from the model and the data alone.
@@ -93,6 +95,7 @@ def verify(
         sample: how many records, drawn at random; None for all.
         seed: of the sample, to repeat it; by default nobody knows beforehand what is drawn.
         batch: inputs that are treated at once.
+        perturb: what moves, where that is a tensor, which the file does not hold.
         progress: is told how many records are checked, and of how many.
 
     Example:
@@ -102,7 +105,8 @@ def verify(
     stored = read(path)
     whole = read_examples(data, split=stored.header.split)
     examples = read_examples(whole, len(stored.header.indices))
-    settings = _same_run(os.fspath(path), stored.header, model, examples)
+    readings = Readings()
+    settings = _same_run(os.fspath(path), stored.header, model, examples, readings, perturb)
     indices = sorted(stored.records)
     drawn = None
     if sample is not None and sample < len(indices):
@@ -113,8 +117,8 @@ def verify(
     weaker: list[int] = []
     witnesses = done = 0
     for part in examples.batches([place[index] for index in indices], batch):
-        again = examine(model, part, settings)
-        entered = enter(model, part.inputs, settings)
+        again = examine(model, part, settings, readings=readings)
+        entered = enter(model, part.inputs, settings, readings)
         for i, expected in enumerate(again):
             claimed = stored.records[expected.index]
             wrong = _overstated(claimed, expected, entered.network, entered.x, i)
@@ -142,12 +146,19 @@ def verify(
     )
 
 
-def _same_run(name: str, header: Header, model: Network | nn.Module, examples: Examples) -> Settings:
+def _same_run(
+    name: str,
+    header: Header,
+    model: Network | nn.Module,
+    examples: Examples,
+    readings: Readings,
+    perturb: Perturbation | None,
+) -> Settings:
     """The settings of a run, refused unless its weights, data and inputs are those that are given."""
-    settings = Settings.from_dict(header.settings)
+    settings = Settings.from_dict(header.settings, perturb)
     found, claimed = (
         {word: value for word, value in words.items() if word != "holdfast"}
-        for words in (describe(model, examples, settings), header.settings)
+        for words in (describe(model, examples, settings, readings), header.settings)
     )
     other = differences(found, claimed)
     if other:

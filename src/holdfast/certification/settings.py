@@ -15,8 +15,8 @@ from torch import Tensor
 
 from holdfast.attacks.minimal import MinimalAttack
 from holdfast.errors import InputError
+from holdfast.graph.perturbation import Perturbation, read_perturbation, spelled
 from holdfast.network.compositions import compositions
-from holdfast.graph import Perturbation
 from holdfast.network.network import Network
 from holdfast.results import Guarantee
 
@@ -46,32 +46,28 @@ class Settings:
         words = {
             "method": self.method,
             "guarantee": self.guarantee,
-            "perturb": "input" if self.perturb is None else ":".join(map(str, _listed(self.perturb))),
+            "perturb": "input" if self.perturb is None else spelled(self.perturb),
             "normalise": json.dumps(self.normalise),
             "attack": str(self.attack or "none"),
         }
         return words if self.attack is None else words | {"seed": str(self.seed)}
 
     @classmethod
-    def from_dict(cls, words: Mapping[str, str]) -> Settings:
-        """The settings in words again."""
+    def from_dict(cls, words: Mapping[str, str], perturb: Perturbation | None = None) -> Settings:
+        """The settings in words again; what moves may be given, since words do not hold a tensor."""
         guarantee: Guarantee = "numerical" if words["guarantee"] == "numerical" else "proved"
         found = cls(
             words["method"],
             guarantee,
             _read_attack(words["attack"]),
             int(seed) if re.fullmatch(r"-?\d+", seed := words.get("seed", "0")) else 0,
-            None if words["perturb"] == "input" else read_perturbation(words["perturb"]),
+            perturb or (None if words["perturb"] == "input" else read_perturbation(words["perturb"])),
             _read_normalisation(words["normalise"]),
         )
         for name, word in found.to_dict().items():
             if words.get(name) != word:
                 raise InputError(f"the setting {name} is {words.get(name)!r}; expected words such as {word!r}")
         return found
-
-
-def _listed(perturb: Perturbation) -> tuple[str | int, ...]:
-    return (perturb,) if isinstance(perturb, str) else perturb
 
 
 def _read_attack(text: str) -> MinimalAttack | None:
@@ -88,18 +84,6 @@ def _read_normalisation(text: str) -> Normalisation | None:
         return found and (tuple(found[0]), tuple(found[1]))
     except (ValueError, TypeError, LookupError):
         raise InputError(f"the setting normalise is {text!r}; expected null, or two lists of numbers") from None
-
-
-def read_perturbation(text: str) -> Perturbation:
-    """What moves, from "pixels", "embeddings", "word:3" or "layer:1"."""
-    if text == "pixels":
-        return "pixels"
-    if text == "embeddings":
-        return "embeddings"
-    part, _, number = text.partition(":")
-    if part not in ("word", "layer") or not number.isdecimal():
-        raise InputError(f"the perturbation is {text!r}; expected pixels, embeddings, word:NUMBER or layer:NUMBER")
-    return ("word", int(number)) if part == "word" else ("layer", int(number))
 
 
 def names_of_settings(attacked: bool) -> set[str]:

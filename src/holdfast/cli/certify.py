@@ -14,12 +14,13 @@ from rich.console import Console
 from torch import nn
 
 from holdfast import certification
-from holdfast.certification import Shard, Verification, read, read_perturbation
+from holdfast.certification import Shard, Verification, read
 from holdfast.certification.examples import Data, ranges, tokenised
 from holdfast.cli.inputs import Json
 from holdfast.cli.work import INTERRUPTED, emit_json, say_written, telling
 from holdfast.data import Dataset, load
 from holdfast.errors import InputError
+from holdfast.graph.perturbation import read_perturbation
 from holdfast.report.numbers import down
 from holdfast.results import CertificationRun
 from holdfast.tracing.loading import load_classifier, load_tokenizer
@@ -45,7 +46,12 @@ def certify(
     method: Annotated[str, typer.Option(help="The composition.")] = "best",
     guarantee: Annotated[Literal["proved", "numerical"], typer.Option(help="Only proved radii certify.")] = "proved",
     attack: Annotated[bool, typer.Option(help="Also search the smallest change of each answer.")] = False,
-    perturb: Annotated[str | None, typer.Option(help="pixels, embeddings, word:NUMBER or layer:NUMBER.")] = None,
+    perturb: Annotated[
+        str | None,
+        typer.Option(
+            help="What moves: pixels, embeddings, word:3, words:1,4, layer:1, patch:TOP,LEFT,HEIGHT,WIDTH, mask:FILE, brightness …"
+        ),
+    ] = None,
     mean: Annotated[str | None, typer.Option(help="Of each channel, where the model takes normalised images.")] = None,
     std: Annotated[str | None, typer.Option(help="Standard deviation of each channel, likewise.")] = None,
     split: Annotated[str | None, typer.Option(help="Part of the data; default: the one that is held out.")] = None,

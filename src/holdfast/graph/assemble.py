@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from holdfast.graph.fuse import fused, fused_residual
 from holdfast.graph.values import Point
 from holdfast.network.affine import Affine
 from holdfast.network.base import Piece
 from holdfast.network.beside import Part, beside
 from holdfast.network.network import Residual
 from holdfast.network.selection import Selection
-from holdfast.graph.fuse import fused, fused_residual
 
 Stage = Piece | Residual
 
@@ -112,7 +112,7 @@ def _terms(first: Point, end: Point) -> list[Point]:
 def _wide(first: Point, end: Point) -> list[Stage]:
     """A region of any shape: step by step on one row of all points that are still needed."""
     order = _order(first, end)
-    needed = {point: 0 for point in order}
+    needed = dict.fromkeys(order, 0)
     for point in order[1:]:
         assert point.step is not None
         for source in point.step.sources:

@@ -77,6 +77,8 @@ def check_equal(
     inputs: ModelInputs,
     encode: Callable[[ModelInputs], Tensor],
     model_inputs: Callable[[ModelInputs], ModelInputs],
+    *,
+    around: bool,
 ) -> Equality:
     """Compares a network with its model, in float64: on the batch, and around its first inputs.
 
@@ -87,6 +89,7 @@ def check_equal(
         inputs: a batch of inputs.
         encode: these as the network takes them.
         model_inputs: these as the model takes them, normalised where that is part of the network.
+        around: whether points around the inputs are compared, too.
 
     Raises:
         ConversionError: they differ; the message says by how much.
@@ -97,9 +100,9 @@ def check_equal(
     single = entrance is not None and entrance.program.casts(entrance.node)
     worst = compare(network, x, answer, SINGLE if single else TOLERANCE)
     count = len(x)
-    for one in each_of(inputs)[:_AROUND]:
+    for one in each_of(inputs)[:_AROUND] if around else ():
         for number, radius in enumerate(RADII):
-            moved = around(encode(one), radius, number)
+            moved = _beside(encode(one), radius, number)
             real = _logits_at(entrance, model, one, moved, model_inputs)
             if real is not None:
                 worst = max(worst, compare(network, moved, real, TOLERANCE))
@@ -107,7 +110,7 @@ def check_equal(
     return Equality(count, worst)
 
 
-def around(x: Float64[Tensor, "1 n d"], radius: float, seed: int) -> Float64[Tensor, "1 n d"]:
+def _beside(x: Float64[Tensor, "1 n d"], radius: float, seed: int) -> Float64[Tensor, "1 n d"]:
     """A point at a distance from x that is `radius` times its length."""
     step = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     length = torch.linalg.vector_norm(x).clamp(min=1.0)

@@ -237,7 +237,9 @@ def _reason(error: Exception) -> str:
     if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__:
         line = re.search(r'File "([^"]+)", line (\d+)', text[text.rfind("Traceback") :]) if "File" in text else None
         where = f" ({line[1]}, line {line[2]})" if line else ""
-        return f"its Python code branches on the values of tensors{where}; a certificate needs one formula for all inputs"
+        return (
+            f"its Python code branches on the values of tensors{where}; a certificate needs one formula for all inputs"
+        )
     words = " ".join(text.split())
     return f"{type(error).__name__}: {words[:300]}" if words else type(error).__name__
 

@@ -15,7 +15,7 @@ from holdfast.network.activations import SmoothActivation
 from holdfast.network.affine import Affine
 from holdfast.network.attention import Attention
 from holdfast.network.base import Piece
-from holdfast.network.embedding import AddPositions, PatchEmbedding
+from holdfast.network.embedding import AddPositions
 from holdfast.network.entries import KinkedEntries, SmoothEntries
 from holdfast.network.mlp import KinkedMlp, Mlp
 from holdfast.network.network import Residual
@@ -40,7 +40,7 @@ def fused(stages: Sequence[Piece | Residual]) -> list[Piece | Residual]:
 
 
 def fused_residual(pieces: Sequence[Piece]) -> Piece | Residual:
-    """u + f(u): attention or an MLP by itself takes the identity along, and is bounded together with it."""
+    """U + f(u): attention or an MLP by itself takes the identity along, and is bounded together with it."""
     branch = _fused(pieces)
     if len(branch) == 1:
         (piece,) = branch

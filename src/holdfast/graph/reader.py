@@ -107,9 +107,7 @@ class Reader:
         found = joined(settled, join)
         return found if found is not None else self._joined_points(settled, join)
 
-    def _joined_points(
-        self, parts: Sequence[Moving | Tensor], join: Callable[[list[Tensor]], Tensor]
-    ) -> Moving:
+    def _joined_points(self, parts: Sequence[Moving | Tensor], join: Callable[[list[Tensor]], Tensor]) -> Moving:
         """A concatenation of tensors that depend on different points: these in one row, then their entries."""
         rows = [structure.matrix_of(part, (1, part.row.numel())) for part in parts if isinstance(part, Moving)]
         width = sum(row.shape[1] for row in rows)
@@ -297,7 +295,7 @@ class Reader:
     # -- maps
 
     def linear(self, x: Value, weight: Value, bias: Value | None = None) -> Value:
-        """x Aᵀ + b over the last dimension."""
+        """X Aᵀ + b over the last dimension."""
         if not isinstance(weight, Tensor) or not isinstance(bias, Tensor | None):
             refuse("has weights that depend on what moves")
         if isinstance(x, Tensor):
@@ -352,8 +350,14 @@ class Reader:
         return self.rearranged(every, lambda t: t.gather(-1, chosen))
 
     def convolution(
-        self, x: Value, weight: Value, bias: Value | None, stride: Sequence[int], padding: Sequence[int],
-        dilation: Sequence[int], groups: int,
+        self,
+        x: Value,
+        weight: Value,
+        bias: Value | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
     ) -> Value:
         """Over one or two dimensions of (1, channels, …)."""
         if not isinstance(weight, Tensor) or not isinstance(bias, Tensor | None):
@@ -471,9 +475,7 @@ class Reader:
             return x.softmax(dim)
         refuse("takes softmax of something else than attention scores; a classifier should return logits")
 
-    def attention(
-        self, q: Value, k: Value, v: Value, mask: Value | None, scale: float | None, causal: bool
-    ) -> Value:
+    def attention(self, q: Value, k: Value, v: Value, mask: Value | None, scale: float | None, causal: bool) -> Value:
         """Scaled dot-product attention (…, n, k); key-value heads are repeated where there are fewer."""
         query, key, value = self.moving(q), self.moving(k), self.moving(v)
         h, g = query.shape[-3], key.shape[-3]
@@ -520,7 +522,9 @@ class Reader:
         if bool(condition.all()) or not bool(condition.any()):
             return a if bool(condition.all()) else b
         parts: list[Value] = [part if isinstance(part, Tensor) else self.moving(part) for part in (a, b)]
-        shape = torch.broadcast_shapes(condition.shape, *(part.shape for part in parts if not isinstance(part, Entrywise)))
+        shape = torch.broadcast_shapes(
+            condition.shape, *(part.shape for part in parts if not isinstance(part, Entrywise))
+        )
         wide = [self.rearranged(part, lambda t: t.expand(shape)) for part in parts]
         return self.joined(wide, lambda pair: torch.where(condition, pair[0], pair[1]))
 

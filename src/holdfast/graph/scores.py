@@ -174,8 +174,10 @@ def attend(scores: Scores, v: Moving, *, batch: int | None = None) -> Attended:
     tensors |= _mask(s.bias.reshape(windows, H // windows, n, n), batch)
     layer = AttentionLayer(**tensors, scale=scale, rotary=_positions(rotary, windows, batch))
     h, kv = layer.h, layer.w_o.shape[1]
-    inner = structure.through(point, (windows * n, h * kv), Attention(layer), label="attention") if batch is None else (
-        Point((windows * n, h * kv))
+    inner = (
+        structure.through(point, (windows * n, h * kv), Attention(layer), label="attention")
+        if batch is None
+        else (Point((windows * n, h * kv)))
     )
     value = inner.view((windows, n, h, kv)).rearranged(lambda t: t.movedim(2, 1).reshape(H, n, kv))
     lonely = (s.bias.reshape(windows, H // windows, n, n)[:, 0] == -torch.inf).all(-1)
@@ -193,7 +195,7 @@ class _Heads:
     map: Map
 
     def weight(self, gain: Tensor) -> tuple[Tensor, Tensor]:
-        """w (h, d, k) and b (h, k), each column times a number."""
+        """W (h, d, k) and b (h, k), each column times a number."""
         w = self.map.matrix[:, self.columns[0]].movedim(0, 1)
         return w * gain.unsqueeze(-2), self.map.bias[self.columns[0]] * gain
 
@@ -271,7 +273,7 @@ def _turned(q: _Heads, k: _Heads) -> tuple[_Heads, _Heads, Rotary | None, float]
 
 
 def _turn(heads: _Heads) -> tuple[Tensor, Tensor, Pairing] | None:
-    """cos and sin (windows, n, r) and the pairing of entries; None where nothing depends on the position."""
+    """Cos and sin (windows, n, r) and the pairing of entries; None where nothing depends on the position."""
     if all(gain.ndim == 2 for gain in heads.gains) and len(heads.gains) == 1:
         return None
     if len(heads.gains) != 2:

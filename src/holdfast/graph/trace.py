@@ -18,11 +18,11 @@ from torch import Tensor, fx, nn
 from holdfast.attention import AttentionLayer
 from holdfast.errors import ConversionError, HoldfastError, InputError, UnsupportedAttentionError
 from holdfast.graph.export import Environment, ModelInputs, Program, Where, arguments, export, operator_name
+from holdfast.graph.fuse import changed
 from holdfast.graph.operators import MOVING, OPERATORS
 from holdfast.graph.reader import Reader
 from holdfast.graph.scores import Attended, Scores, UnknownAttention
 from holdfast.graph.values import Moving, Point
-from holdfast.graph.fuse import changed
 
 #: A rebuilt layer may differ from what the model computed by so much, relatively: rounding in the model's dtype.
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}

@@ -179,7 +179,9 @@ def same(a: Moving, b: Moving) -> bool:
         if a.map is None or b.map is None or a.map.matrix.shape != b.map.matrix.shape:
             return False
         pairs += [(a.map.matrix, b.map.matrix), (a.map.bias, b.map.bias)]
-    pairs += [(x, y) for s, t in zip(a.terms, b.terms, strict=True) for x, y in ((s.column, t.column), (s.gain, t.gain))]
+    pairs += [
+        (x, y) for s, t in zip(a.terms, b.terms, strict=True) for x, y in ((s.column, t.column), (s.gain, t.gain))
+    ]
     return all(torch.equal(x, y) for x, y in pairs)
 
 

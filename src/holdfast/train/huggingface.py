@@ -6,9 +6,9 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from holdfast.graph.export import ModelInputs
 from holdfast.storage import Pathlike
 from holdfast.tracing.extras import require
-from holdfast.graph.export import ModelInputs
 from holdfast.train.monitor import Monitor
 from holdfast.train.penalty import JaSMin
 
