@@ -185,6 +185,26 @@ def same(a: Moving, b: Moving) -> bool:
     return all(torch.equal(x, y) for x, y in pairs)
 
 
+def multiple(a: Moving, b: Moving) -> float | None:
+    """The number c with a = c b, up to the rounding of c b; None where there is none."""
+    if same(a, b):
+        return 1.0
+    largest = int(b.terms[0].gain.abs().argmax())
+    size = float(b.terms[0].gain.flatten()[largest])
+    if a.point is not b.point or a.shape != b.shape or size == 0:
+        return None
+    c = float(a.terms[0].gain.flatten()[largest]) / size
+
+    def snapped(x: Tensor, y: Tensor) -> Tensor:
+        """X, with what differs by rounding from c y put in its place."""
+        return torch.where((x - c * y).abs() <= 1e-15 * x.abs(), c * y, x)
+
+    pairs = zip(a.terms, b.terms, strict=False)
+    terms = tuple(replace(s, gain=snapped(s.gain, t.gain)) for s, t in pairs)
+    close = replace(a, terms=terms, constant=snapped(a.constant, b.constant), memory={})
+    return c if len(a.terms) == len(b.terms) and same(close, b.scaled(c)) else None
+
+
 def added(a: Moving, b: Moving) -> Moving | None:
     """The sum of two functions of the same rows of one point; None where they are of different ones."""
     shape = torch.broadcast_shapes(a.shape, b.shape)
