@@ -84,7 +84,7 @@ def perturbed(
             f"perturb is {_shown(perturb)}, and there is no example; pass the inputs around which it moves"
         )
     x = encode(example)
-    if name in ("word", "words"):
+    if name in ("word", "words") and given is not None:
         return _words(network, kind, encode, x, perturb, [given] if name == "word" else given)
     if name in ("patch", "patches", "mask"):
         return _behind(network, encode, x, _chosen(x, example, name, given))
