@@ -134,7 +134,9 @@ def check(model: nn.Module, example: Any, *, close: float = 1e-8) -> Converted:
         logits = single if isinstance(single, Tensor) else single["logits"]
         logits = logits if logits.ndim == 2 else logits[:, -1] if real.shape == logits[:1, -1].shape else logits
         if not isinstance(example, dict) or bool(example.get("attention_mask", torch.ones(1)).all()):
-            torch.testing.assert_close(network(x).to(logits.dtype), logits, rtol=1e-3, atol=1e-3 * float(real.abs().max()))
+            torch.testing.assert_close(
+                network(x).to(logits.dtype), logits, rtol=1e-3, atol=1e-3 * float(real.abs().max())
+            )
         far(network, own, x, close)
     record = certified(network, x[:1])
     assert record.radius > 0

@@ -390,7 +390,7 @@ def test_inputs_that_do_not_fit(bert: nn.Module, images: nn.Module) -> None:
         to_network(bert)
     ragged = words("right")
     ragged["attention_mask"][1] = 1
-    with pytest.raises(InputError, match="differ from the example .* in shape, padding or types"):
+    with pytest.raises(InputError, match=r"differ from the example .* in shape, padding or types"):
         to_network(bert, ragged)
     converted = to_network(bert, words("right", token_type_ids=TYPES))
     others = (words(token_type_ids=TYPES), words("right", token_type_ids=TYPES * 0))

@@ -49,7 +49,8 @@ def certify(
     perturb: Annotated[
         str | None,
         typer.Option(
-            help="What moves: pixels, embeddings, word:3, words:1,4, layer:1, patch:TOP,LEFT,HEIGHT,WIDTH, mask:FILE, brightness …"
+            help="What moves: pixels, embeddings, word:3, words:1,4, layer:1, patch:TOP,LEFT,HEIGHT,WIDTH, "
+            "mask:FILE, directions:FILE, brightness, contrast or colour."
         ),
     ] = None,
     mean: Annotated[str | None, typer.Option(help="Of each channel, where the model takes normalised images.")] = None,

@@ -1,7 +1,7 @@
 """From points to stages: the chain of pieces and residual branches that computes one point from another.
 
-Every path from the input to the output passes certain points. Between two neighbours of these lies one step, or a region
-of branches that end in a sum. A sum of the region's first point and one branch is a residual stage; any other region is
+Every path from the input to the output passes certain points. Between two neighbours of these lies one step, or a
+region of branches that end in a sum. A sum of the region's first point and one branch is a residual stage; any other region is
 run as a chain on one row of all numbers that are still needed (`holdfast.network.beside`).
 """
 
@@ -72,7 +72,7 @@ def _gate(start: Point, end: Point, order: Sequence[Point]) -> Point:
         if last is not end and len(waiting) == 1:
             return last
         waiting.remove(last)
-        assert last is not start and last.step is not None
+        assert last.step is not None
         waiting.update(last.step.sources)
 
 

@@ -1,4 +1,4 @@
-"""From a model to a network: what the model executes, as a chain of pieces that say how steep and how curved they are."""
+"""From a model to a network: what the model executes, as a chain of pieces that know how steep and curved they are."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Converted:
     Attributes:
         network: computes the model's logits from `encode(inputs)`; perturbations are measured there.
         encode: a batch of the model's inputs as the network's, float64. An image (b, c, height, width) becomes (b, c,
-            pixels), words become their embeddings (b, n, d) without padding; where a part alone moves, its displacement:
-            zero; for a block, the tokens that enter it.
+            pixels), words become their embeddings (b, n, d) without padding; where a part alone moves, its
+            displacement: zero; for a block, the tokens that enter it.
         normalise: the piece that normalises images in front of the model, if that is part of the network.
         equality: how well the network and the model agree on the example; None without one.
     """
@@ -64,7 +64,7 @@ class Reading:
 
 @final
 class Readings:
-    """What was read of one model, whose weights do not change meanwhile: inputs of the same kind need no second reading."""
+    """What was read of one model whose weights do not change: inputs of the same kind need no second reading."""
 
     def __init__(self) -> None:
         self._known: list[Reading] = []
@@ -104,8 +104,8 @@ def to_network(
 
     Args:
         model: in evaluation mode. A decoder that returns logits for every token answers with those of the last one.
-        example: a batch of what the model takes: images, vectors, or what a tokenizer returns. The network and the model
-            are compared on it and around it; it may be missing where the model has a `to_network` of its own.
+        example: a batch of what the model takes: images, vectors, or what a tokenizer returns. Network and model are
+            compared on it and around it; it may be missing where the model has a `to_network` of its own.
         perturb: what moves, as `holdfast.graph.perturbation` says; by default the pixels of an image, the embeddings of
             all words.
         normalise: mean and standard deviation of every channel, if the model takes images that are normalised. The
@@ -168,7 +168,7 @@ def _head(logits: Value, entrance: Entrance, program: Program) -> tuple[Point, H
         value = value.rearranged(lambda t: t[:, last])
     if len(value.shape) != 2 or value.shape[0] != 1:
         raise ConversionError(
-            f"{program.name} returned {tuple(value.shape)} for one input; expected a classifier with logits (b, classes)"
+            f"{program.name} returned {tuple(value.shape)} for one input; expected logits (b, classes)"
         )
     row = int(value.row[0, 0])
     plain = len(value.terms) == 1 and bool((value.terms[0].gain == 1).all()) and not bool(value.constant.any())

@@ -52,7 +52,7 @@ def float64_inputs(inputs: ModelInputs) -> ModelInputs:
             "such as a tokenizer returns"
         )
     if isinstance(inputs, Tensor):
-        return _double(inputs)
+        return inputs.double() if inputs.is_floating_point() else inputs
     if isinstance(inputs, Mapping):
         return {name: _double(value) for name, value in inputs.items()}
     return tuple(_double(value) for value in inputs)
@@ -114,7 +114,8 @@ def _beside(x: Float64[Tensor, "1 n d"], radius: float, seed: int) -> Float64[Te
     """A point at a distance from x that is `radius` times its length."""
     step = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     length = torch.linalg.vector_norm(x).clamp(min=1.0)
-    return x + step * (radius * length / torch.linalg.vector_norm(step))
+    moved: Tensor = x + step * (radius * length / torch.linalg.vector_norm(step))
+    return moved
 
 
 def _logits_at(

@@ -119,7 +119,7 @@ class Program:
             if node.name in self.given:
                 return self.given[node.name]
             return feed.get(node.name, node.meta.get("val"))
-        args, kwargs = (fx.node.map_arg(given, values.__getitem__) for given in (node.args, node.kwargs))
+        args, kwargs = looked_up(node, values)
         if lifted:
             args, kwargs = (torch.utils._pytree.tree_map(_lifted, given) for given in (args, kwargs))
         with torch.no_grad():
@@ -188,7 +188,7 @@ class _Opened(dict[Any, Callable[..., Any]]):
     """Operators made of others are taken apart, unless they are read as they are."""
 
     def __init__(self) -> None:
-        table = torch.export.default_decompositions()
+        table: Any = torch.export.default_decompositions()
         super().__init__(
             {
                 op: decompose
@@ -322,7 +322,7 @@ class Walk:
             if not any(_moves(leaf) for source in node.all_input_nodes for leaf in _leaves(self.values[source])):
                 self.values[node] = self._program.evaluate(node, self._feed, self.values, lifted=False)
                 continue
-            args, kwargs = (fx.node.map_arg(given, self.values.__getitem__) for given in (node.args, node.kwargs))
+            args, kwargs = looked_up(node, self.values)
             for source in node.all_input_nodes:
                 if source in depends and isinstance(self.values[source], Tensor):
                     self.frontier[source] = self.values[source]
@@ -339,6 +339,13 @@ class Walk:
             return OPERATORS[name](self._reader, node.target, *args, **kwargs)
         except ConversionError as error:
             raise type(error)(f"{where} {error}") from error
+
+
+def looked_up(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A node's arguments, with values in the place of nodes."""
+    args: Any = fx.node.map_arg(node.args, values.__getitem__)
+    kwargs: Any = fx.node.map_arg(node.kwargs, values.__getitem__)
+    return args, kwargs
 
 
 def _lifted(value: Any) -> Any:

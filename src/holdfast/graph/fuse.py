@@ -1,6 +1,6 @@
 """Neighbouring pieces that are one: attention with its output map, the two maps of an MLP, a norm with its weights.
 
-A joint piece knows tighter constants than its parts. Nothing is rounded here: weights are put side by side, not multiplied.
+A joint piece knows tighter constants than its parts. Nothing is rounded here: weights are put side by side.
 """
 
 from __future__ import annotations
@@ -136,4 +136,4 @@ def changed(layer: AttentionLayer, **changes: object) -> AttentionLayer:
     """The layer with some of its arguments changed."""
     names = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o", "scale", "residual", "mask", "causal", "rotary")
     fields = {name: getattr(layer, name) for name in (*names, "score_bias")}
-    return AttentionLayer(**(fields | changes))  # type: ignore[arg-type]
+    return AttentionLayer(**(fields | changes))

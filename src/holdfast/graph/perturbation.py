@@ -27,8 +27,8 @@ from holdfast.network.network import Network, Residual, run
 from holdfast.network.selection import Selection
 from holdfast.storage import read_tensors
 
-#: What moves. "pixels" and "embeddings": all of the input. ("word", i) and ("words", [i, j]): some words, by their places
-#: among those that are no padding. ("layer", k): the input of a block, from 0 on. ("patch", (top, left, height, width))
+#: What moves. "pixels" and "embeddings": all of the input. ("word", i) and ("words", [i, j]): some words, by their
+#: places among those that are no padding. ("layer", k): the input of a block, from 0 on. ("patch", (top, left, height, width))
 #: and ("patches", […]): rectangles of pixels in all channels. ("mask", m): the entries where the bool tensor m, of the
 #: input's shape, is True. ("directions", D): sums of the tensors D (k, …input). "brightness", "contrast" and "colour":
 #: all pixels alike, the image against its mean, and each channel by itself.
@@ -228,13 +228,14 @@ def _ready(image: Tensor, name: str) -> Tensor:
     if name == "contrast":
         return (image[0] - image[0].mean()).reshape(1, -1)
     channels = one.shape[0] if one.ndim == 3 else 1
-    return torch.block_diag(*one.reshape(channels, 1, -1).unbind(0))
+    each = one.reshape(channels, -1)
+    return (torch.eye(channels, dtype=torch.float64).unsqueeze(-1) * each).flatten(1)
 
 
 def orthonormal(rows: Float64[Tensor, "k N"]) -> Float64[Tensor, "r N"]:
     """A basis Q of the directions' span in float64, such that every sum g of its rows is a Q with ‖a‖ <= ‖g‖.
 
-    Rows that are orthonormal up to rounding are enlarged by 2^-40, and it is proved that this suffices: with E = QQᵀ - I,
+    Rows that are orthonormal up to rounding are enlarged by 2^-40, which is proved to suffice: with E = QQᵀ - I,
     ‖aQ‖² = ‖a‖² + aEaᵀ >= ‖a‖² (1 - ‖E‖_F).
     """
     if not bool(rows.isfinite().all()):
@@ -248,7 +249,8 @@ def orthonormal(rows: Float64[Tensor, "k N"]) -> Float64[Tensor, "r N"]:
     off = B @ B.mT - torch.eye(rank, dtype=torch.float64)
     if not float(frobenius(off).upper) < 2.0**-41:
         raise InputError(f"{len(rows)} directions could not be made orthonormal; pass fewer, or better scaled ones")
-    return Q * (1 + 2.0**-40)
+    enlarged: Tensor = Q * (1 + 2.0**-40)
+    return enlarged
 
 
 # -- in words
@@ -286,7 +288,7 @@ def read_perturbation(text: str) -> Perturbation:
         numbers = []
     match name, numbers:
         case (("word" | "layer"), [[number]]):
-            return name, number  # type: ignore[return-value]
+            return name, number
         case (("words" | "patch"), [several]):
             return name, several  # type: ignore[return-value]
         case "patches", [_, *_]:

@@ -1,7 +1,7 @@
 """The operators of a network, on tensors that move and tensors that do not: what every kind of graph is read by.
 
-A front end (`holdfast.graph.export`, `holdfast.graph.onnx`) walks a graph and calls these methods. Each returns what the
-operator computes as a function of what moves, or refuses; nothing depends on names of classes or attributes.
+A front end walks a graph (`holdfast.graph.export`) and calls these methods. Each returns what the operator computes as a
+function of what moves, or refuses; nothing depends on names of classes or attributes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.errors import ConversionError
 from holdfast.graph import structure
 from holdfast.graph.entrywise import FUNCTIONS, Entrywise, Polynomial, X, recognise
 from holdfast.graph.scores import Attended, Scores, attend, product
-from holdfast.graph.values import Map, Moving, Point, Step, Term, added, joined, multiple, same
+from holdfast.graph.values import Map, Moving, Point, Step, Term, added, broadcast, joined, multiple, same
 from holdfast.network.activations import Activation, SmoothActivation
 from holdfast.network.base import Piece
 from holdfast.network.embedding import PatchEmbedding
@@ -56,13 +56,13 @@ class MeanSquare:
 Value = Tensor | Moving | Entrywise | Scores | MeanSquare
 
 
-class UnknownOperator(ConversionError):
+class UnknownOperatorError(ConversionError):
     """An operator, or how it is used, has no counterpart among the pieces of networks."""
 
 
 def refuse(why: str) -> NoReturn:
     """What stands in the way, in words that follow the operator's name."""
-    raise UnknownOperator(why)
+    raise UnknownOperatorError(why)
 
 
 @final
@@ -144,7 +144,7 @@ class Reader:
         found = added(left, right)
         if found is not None:
             return found
-        shape = torch.broadcast_shapes(left.shape, right.shape)
+        shape = broadcast(left.shape, right.shape)
         point = structure.sum_of([left.expand(shape), right.expand(shape)])
         return point.view(shape)
 
@@ -231,7 +231,7 @@ class Reader:
 
     def _product(self, a: Moving, b: Moving) -> Moving:
         """Entry by entry, of two tensors that move."""
-        shape = torch.broadcast_shapes(a.shape, b.shape)
+        shape = broadcast(a.shape, b.shape)
         a, b = a.expand(shape), b.expand(shape)
         tokens = structure.matrix_of(a)
         gated = structure.gate(a, b) or structure.gate(b, a) or structure.beside([a, b])
@@ -342,7 +342,7 @@ class Reader:
             return self.rearranged(self.linear(x, w.unsqueeze(0)), lambda t: t.squeeze(-1))
         if w.ndim == 2:
             return self.linear(x, w.mT)
-        lead = torch.broadcast_shapes(x.shape[:-2], w.shape[:-2])
+        lead = broadcast(x.shape[:-2], w.shape[:-2])
         x, w = x.expand((*lead, *x.shape[-2:])), w.expand(*lead, *w.shape[-2:])
         kinds, which = torch.unique(w.reshape(-1, w.shape[-2] * w.shape[-1]), dim=0, return_inverse=True)
         n, c = x.shape[-2], w.shape[-1]
@@ -509,7 +509,7 @@ class Reader:
         if isinstance(x, Scores):
             return x.filled(mask, number)
         value = self.moving(x)
-        shape = torch.broadcast_shapes(value.shape, mask.shape)
+        shape = broadcast(value.shape, mask.shape)
         return self.where(mask.expand(shape), torch.tensor(number, dtype=torch.float64).expand(shape), value)
 
     def where(self, condition: Value, a: Value, b: Value) -> Value:
@@ -523,9 +523,7 @@ class Reader:
         if bool(condition.all()) or not bool(condition.any()):
             return a if bool(condition.all()) else b
         parts: list[Value] = [part if isinstance(part, Tensor) else self.moving(part) for part in (a, b)]
-        shape = torch.broadcast_shapes(
-            condition.shape, *(part.shape for part in parts if not isinstance(part, Entrywise))
-        )
+        shape = broadcast(condition.shape, *(part.shape for part in parts if not isinstance(part, Entrywise)))
         wide = [self.rearranged(part, lambda t: t.expand(shape)) for part in parts]
         return self.joined(wide, lambda pair: torch.where(condition, pair[0], pair[1]))
 

@@ -1,4 +1,4 @@
-"""Dot-product attention as a graph writes it: a product of two tensors that move, what is done to it, softmax, values."""
+"""Dot-product attention as a graph writes it: a product of tensors that move, what is done to it, softmax, values."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from holdfast.attention import AttentionLayer
 from holdfast.attention.rotary import Pairing, Rotary
 from holdfast.errors import ConversionError
 from holdfast.graph import structure
-from holdfast.graph.values import FIXED, Map, Moving, Point
+from holdfast.graph.values import FIXED, Map, Moving, Point, broadcast
 from holdfast.network.attention import Attention
 
 #: A score that is not above this is out of reach for any other: the pair is masked.
 FORBIDDEN = -1e30
 
 
-class UnknownAttention(ConversionError):
+class UnknownAttentionError(ConversionError):
     """Some product of tensors that move is no attention that is known; the message says what is in the way."""
 
 
 def _refuse(why: str) -> NoReturn:
-    raise UnknownAttention(why)
+    raise UnknownAttentionError(why)
 
 
 @final
@@ -71,7 +71,7 @@ class Scores:
 
     def shifted(self, term: Tensor | float) -> Scores:
         term = torch.as_tensor(term, dtype=torch.float64)
-        if self.normalised or torch.broadcast_shapes(self.shape, term.shape) != self.shape:
+        if self.normalised or broadcast(self.shape, term.shape) != self.shape:
             _refuse("something is added to attention probabilities, or scores are repeated")
         return replace(self, bias=_forbid(self.bias + term))
 
@@ -79,7 +79,7 @@ class Scores:
         """With a number in the place of masked scores."""
         if not bool(mask.any()):
             return self
-        if self.normalised or value > FORBIDDEN or torch.broadcast_shapes(self.shape, mask.shape) != self.shape:
+        if self.normalised or value > FORBIDDEN or broadcast(self.shape, mask.shape) != self.shape:
             _refuse(f"{value:g} is put in the place of scores; expected -inf or the least number of the dtype")
         return replace(self, bias=self.bias.masked_fill(mask, -torch.inf))
 
@@ -106,7 +106,7 @@ def _forbid(bias: Tensor) -> Tensor:
 
 def product(q: Moving, k: Moving) -> Scores:
     """The scores of q (…, n, k) and k (…, m, k)."""
-    lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+    lead = broadcast(q.shape[:-2], k.shape[:-2])
     heads = [t.expand((*lead, *t.shape[-2:])).reshape(-1, *t.shape[-2:]) for t in (q, k)]
     (H, n, _), m = heads[0].shape, heads[1].shape[1]
     index = torch.arange(H * n * m).reshape(*lead, n, m)
@@ -256,16 +256,16 @@ def _heads(part: Moving) -> _Heads:
 
 def _turned(q: _Heads, k: _Heads) -> tuple[_Heads, _Heads, Rotary | None, float]:
     """Rotary positions of queries and keys, if they have them: both the same, but for a factor."""
-    turns = [_turn(q), _turn(k)]
-    if turns[0] is None and turns[1] is None:
+    of_q, of_k = _turn(q), _turn(k)
+    if of_q is None and of_k is None:
         return q, k, None, 1.0
-    if turns[0] is None or turns[1] is None:
+    if of_q is None or of_k is None:
         _refuse("queries or keys alone depend on the position; expected both or neither")
-    (qc, qs, pairing), (kc, ks, other) = turns
+    (qc, qs, pairing), (kc, ks, other) = of_q, of_k
     place = kc.abs().flatten().argmax()
     factor = float(qc.flatten()[place] / kc.flatten()[place])
-    close = {"rtol": 1e-13, "atol": 1e-13 * float(qc.abs().max())}
-    if pairing != other or not torch.allclose(qc, kc * factor, **close) or not torch.allclose(qs, ks * factor, **close):
+    apart = max(float((qc - kc * factor).abs().max()), float((qs - ks * factor).abs().max()))
+    if pairing != other or not apart <= 1e-13 * float(qc.abs().max()):
         _refuse("queries and keys are turned by different rotary positions")
     ones = torch.ones(q.columns[0].shape, dtype=torch.float64)
     plain = [_Heads(each.rows, each.columns[:1], (ones.expand(each.columns[0].shape),), each.map) for each in (q, k)]
@@ -340,10 +340,8 @@ def _mask(bias: Float64[Tensor, "windows h n n"], batch: int | None) -> dict[str
     if batch is None:
         if not bool(mask.any(-1).all()):
             _refuse("a query may attend to no key at all; remove the padding")
-        windows, h, n, _ = bias.shape
-        mask = torch.block_diag(*mask.to(torch.uint8)).bool()
-        blocks = [torch.block_diag(*finite[:, head]) for head in range(h)]
-        finite = torch.stack(blocks)
+        mask = _diagonal(mask.to(torch.uint8)).bool()
+        finite = torch.stack([_diagonal(finite[:, head]) for head in range(finite.shape[1])])
     else:
         lonely = ~mask.any(-1, keepdim=True)  # padding: such a query attends to itself
         mask = mask | (lonely & torch.eye(mask.shape[-1], dtype=torch.bool))
@@ -357,6 +355,12 @@ def _mask(bias: Float64[Tensor, "windows h n n"], batch: int | None) -> dict[str
         shared = finite.ndim == 3 and bool((finite == finite[:1]).all())
         found["score_bias"] = finite[0] if shared else finite
     return found
+
+
+def _diagonal(blocks: Tensor) -> Tensor:
+    """Blocks (w, n, n) along the diagonal of one matrix."""
+    whole: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
+    return whole
 
 
 def _positions(rotary: Rotary | None, windows: int, batch: int | None) -> Rotary | None:

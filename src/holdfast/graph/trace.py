@@ -21,7 +21,7 @@ from holdfast.graph.export import Environment, ModelInputs, Program, Where, argu
 from holdfast.graph.fuse import changed
 from holdfast.graph.operators import MOVING, OPERATORS
 from holdfast.graph.reader import Reader
-from holdfast.graph.scores import Attended, Scores, UnknownAttention
+from holdfast.graph.scores import Attended, Scores, UnknownAttentionError
 from holdfast.graph.values import Moving, Point
 
 #: A rebuilt layer may differ from what the model computed by so much, relatively: rounding in the model's dtype.
@@ -245,12 +245,13 @@ class _Pass:
         return symbol.point if isinstance(symbol, Moving) and symbol.point in self._open else None
 
     def _symbol(self, node: fx.Node, name: str) -> Any:
-        args, kwargs = (fx.node.map_arg(given, self._argument) for given in (node.args, node.kwargs))
+        args: Any = fx.node.map_arg(node.args, self._argument)
+        kwargs: Any = fx.node.map_arg(node.kwargs, self._argument)
         try:
             return OPERATORS[name](self._reader, node.target, *args, **kwargs)
         except ConversionError as error:
             known = any(isinstance(self._symbols.get(source), Scores) for source in node.all_input_nodes)
-            if known or isinstance(error, UnknownAttention) or node in self._near.attentions:
+            if known or isinstance(error, UnknownAttentionError) or node in self._near.attentions:
                 raise UnsupportedAttentionError(f"{Where(node)} {error}") from error
             return None  # an operator that is only executed
 

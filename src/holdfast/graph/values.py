@@ -1,7 +1,7 @@
 """What a tensor of a model's graph is, as a function of what moves.
 
-A graph is read operator by operator. A tensor that does not depend on what moves is a plain `Tensor`. One that does is a
-`Moving`: every entry an affine function of one row of a point, a matrix (n, d) that some step of the network computes,
+A graph is read operator by operator. A tensor that does not depend on what moves is a plain `Tensor`. One that does is
+a `Moving`: every entry an affine function of one row of a point, a matrix (n, d) that some step of the network computes,
 
     value[e] = Σ_t gain_t[e] · (⟨point[row[e], :], matrix[:, column_t[e]]⟩ + bias[column_t[e]]) + constant[e].
 
@@ -119,7 +119,7 @@ class Moving:
     def scaled(self, factor: Tensor | float, *, divide: bool = False) -> Moving:
         """Entry by entry multiplied, or divided, by what does not move."""
         factor = torch.as_tensor(factor, dtype=torch.float64)
-        shape = torch.broadcast_shapes(self.shape, factor.shape)
+        shape = broadcast(self.shape, factor.shape)
         wide = self.expand(shape)
 
         def times(t: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class Moving:
     def shifted(self, constant: Tensor | float) -> Moving:
         """With something added that does not move."""
         constant = torch.as_tensor(constant, dtype=torch.float64)
-        wide = self.expand(torch.broadcast_shapes(self.shape, constant.shape))
+        wide = self.expand(broadcast(self.shape, constant.shape))
         bias = wide._as_bias(constant.expand(wide.shape))
         if bias is not None and wide.map is not None:
             return replace(wide, map=Map(wide.map.matrix, wide.map.bias + bias), memory={})
@@ -166,6 +166,11 @@ class Moving:
         if not self.plain or self.row.numel() != self.point.shape[0] * self.point.shape[1]:
             return False
         return torch.equal(self.entries.flatten(), torch.arange(self.row.numel()))
+
+
+def broadcast(*shapes: Sequence[int]) -> torch.Size:
+    """The shape of tensors of these shapes together."""
+    return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
 def same(a: Moving, b: Moving) -> bool:
@@ -207,7 +212,7 @@ def multiple(a: Moving, b: Moving) -> float | None:
 
 def added(a: Moving, b: Moving) -> Moving | None:
     """The sum of two functions of the same rows of one point; None where they are of different ones."""
-    shape = torch.broadcast_shapes(a.shape, b.shape)
+    shape = broadcast(a.shape, b.shape)
     a, b = a.expand(shape), b.expand(shape)
     both = (a.row != FIXED) & (b.row != FIXED)
     if a.point is not b.point or not torch.equal(a.row[both], b.row[both]):
