@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from holdfast.network.convert import to_network
+from holdfast.graph import to_network
 from torch import Tensor
 
 from certify_cases import CLASSES, exact_radii, labelled, linear_network

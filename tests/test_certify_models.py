@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from holdfast.network.convert import to_network
+from holdfast.graph import to_network
 
 import holdfast
 from holdfast import InputError

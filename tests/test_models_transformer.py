@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from holdfast.network.convert import to_network
+from holdfast.graph import to_network
 from safetensors.torch import load_file, save_file
 
 from holdfast.bounds.arithmetic import Proved

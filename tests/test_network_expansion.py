@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from holdfast.network.convert import to_network
+from holdfast.graph import to_network
 from torch import Tensor
 
 from holdfast import AttentionLayer, NotApplicableError

@@ -10,7 +10,7 @@ from holdfast.bounds.arithmetic import Numerical, Proved
 from holdfast.errors import InputError, UnknownNameError
 from holdfast.linalg import Ball, MatrixOperator, upper
 from holdfast.network.base import LinearPiece, SmoothPiece
-from holdfast.network.entries import Rearrangement
+from holdfast.network.selection import Rearrangement
 from holdfast.nn import (
     Chain,
     Convolution,

@@ -1,8 +1,8 @@
 """From points to stages: the chain of pieces and residual branches that computes one point from another.
 
 Every path from the input to the output passes certain points. Between two neighbours of these lies one step, or a
-region of branches that end in a sum. A sum of the region's first point and one branch is a residual stage; any other region is
-run as a chain on one row of all numbers that are still needed (`holdfast.network.beside`).
+region of branches that end in a sum. A sum of the region's first point and one branch is a residual stage; any other
+region is run as a chain on one row of all numbers that are still needed (`holdfast.network.beside`).
 """
 
 from __future__ import annotations

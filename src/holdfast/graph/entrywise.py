@@ -67,7 +67,7 @@ class Polynomial:
             return self
         total = Polynomial(())
         for monomial, c in self.terms:
-            for (name, argument), power in monomial:
+            for (name, _), power in monomial:
                 c *= s**power if name == "x" else 1.0
             factors = (((name, argument and argument.at(s)), power) for (name, argument), power in monomial)
             total += Polynomial.of({tuple(sorted(factors, key=repr)): c})

@@ -28,10 +28,10 @@ from holdfast.network.selection import Selection
 from holdfast.storage import read_tensors
 
 #: What moves. "pixels" and "embeddings": all of the input. ("word", i) and ("words", [i, j]): some words, by their
-#: places among those that are no padding. ("layer", k): the input of a block, from 0 on. ("patch", (top, left, height, width))
-#: and ("patches", […]): rectangles of pixels in all channels. ("mask", m): the entries where the bool tensor m, of the
-#: input's shape, is True. ("directions", D): sums of the tensors D (k, …input). "brightness", "contrast" and "colour":
-#: all pixels alike, the image against its mean, and each channel by itself.
+#: places among those that are no padding. ("layer", k): the input of a block, from 0 on. ("patch", (top, left, height,
+#: width)) and ("patches", […]): rectangles of pixels in all channels. ("mask", m): the entries where the bool tensor m,
+#: of the input's shape, is True. ("directions", D): sums of the tensors D (k, …input). "brightness", "contrast" and
+#: "colour": all pixels alike, the image against its mean, and each channel by itself.
 Perturbation = (
     Literal["pixels", "embeddings", "brightness", "contrast", "colour"]
     | tuple[Literal["word", "layer"], int]

@@ -1,7 +1,7 @@
 """The operators of a network, on tensors that move and tensors that do not: what every kind of graph is read by.
 
-A front end walks a graph (`holdfast.graph.export`) and calls these methods. Each returns what the operator computes as a
-function of what moves, or refuses; nothing depends on names of classes or attributes.
+A front end walks a graph (`holdfast.graph.export`) and calls these methods. Each returns what the operator computes
+as a function of what moves, or refuses; nothing depends on names of classes or attributes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a tensor of a model's graph is, as a function of what moves.
 
 A graph is read operator by operator. A tensor that does not depend on what moves is a plain `Tensor`. One that does is
-a `Moving`: every entry an affine function of one row of a point, a matrix (n, d) that some step of the network computes,
+a `Moving`: every entry an affine function of one row of a point, a matrix (n, d) that a step of the network computes,
 
     value[e] = Σ_t gain_t[e] · (⟨point[row[e], :], matrix[:, column_t[e]]⟩ + bias[column_t[e]]) + constant[e].
 
