@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from graph_cases import check, pictures, stirred, tokens
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from graph_cases import check, pictures, stirred, tokens
+from holdfast.errors import NotApplicableError
 
 Build = Callable[[], nn.Module]
 
@@ -26,6 +27,7 @@ PADDED = {"input_ids": torch.tensor([[5, 9, 12, 0, 0]] * 2), "attention_mask": t
 PLAIN = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 
 slow = pytest.mark.slow
+rotary = pytest.mark.xfail(raises=NotApplicableError, reason="no composition covers rotary positions")
 
 HUGGING_FACE = [
     ("ViT", "ViTForImageClassification", "ViTConfig", PIXELS, pictures()),
@@ -41,11 +43,11 @@ HUGGING_FACE = [
     pytest.param("GPT-2 classifier", "GPT2ForSequenceClassification", "GPT2Config",
      {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 30, "n_positions": 16, "num_labels": 3, "pad_token_id": 0},
      PADDED, marks=slow),
-    ("Llama", "LlamaForCausalLM", "LlamaConfig",
-     DECODER | {"num_key_value_heads": 1, "tie_word_embeddings": True}, PADDED),
-    pytest.param("Qwen2", "Qwen2ForCausalLM", "Qwen2Config", DECODER | {"num_key_value_heads": 2}, PLAIN, marks=slow),
+    pytest.param("Llama", "LlamaForCausalLM", "LlamaConfig",
+     DECODER | {"num_key_value_heads": 1, "tie_word_embeddings": True}, PADDED, marks=rotary),
+    pytest.param("Qwen2", "Qwen2ForCausalLM", "Qwen2Config", DECODER | {"num_key_value_heads": 2}, PLAIN, marks=(slow, rotary)),
     pytest.param("Mistral", "MistralForSequenceClassification", "MistralConfig",
-     DECODER | {"num_key_value_heads": 1}, PADDED, marks=slow),
+     DECODER | {"num_key_value_heads": 1}, PADDED, marks=(slow, rotary)),
 ]  # fmt: skip
 
 
@@ -65,15 +67,7 @@ def test_models_of_transformers(
     ids=str,
 )
 def test_vision_transformers_of_timm(timm: ModuleType, options: dict[str, Any]) -> None:
-    sizes = {
-        "img_size": 8,
-        "patch_size": 4,
-        "in_chans": 1,
-        "embed_dim": 8,
-        "depth": 1,
-        "num_heads": 2,
-        "num_classes": 3,
-    }
+    sizes = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 8, "depth": 1, "num_heads": 2, "num_classes": 3}
     check(stirred(timm.models.VisionTransformer(**sizes, **options)), pictures())
 
 
@@ -95,10 +89,7 @@ class Encoded(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         given: dict[str, Any] = {}
         if self.mask == "causal":
-            given = {
-                "mask": nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype),
-                "is_causal": True,
-            }
+            given = {"mask": nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype), "is_causal": True}
         if self.mask == "bool":
             given = {"mask": torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(2)}
         if self.mask == "padding":

@@ -41,7 +41,13 @@ class Equality:
 
 def float64_copy(model: nn.Module) -> nn.Module:
     """The model in float64: the weights keep their values."""
-    return copy.deepcopy(model).double()
+    computed = {  # weights that hooks compute before each run, which copy.deepcopy refuses
+        id(value): value.detach().clone()
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
+    return copy.deepcopy(model, computed).double()
 
 
 def float64_inputs(inputs: ModelInputs) -> ModelInputs:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -147,7 +148,7 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
     """
     args, kwargs = arguments(inputs)
     try:
-        with torch.no_grad(), _quiet():
+        with torch.no_grad(), _quiet(), _masks_as_given():
             exported = torch.export.export(_Answering(model, output), args, kwargs, strict=False)
             exported = exported.run_decompositions(_Opened())
     except ConversionError:
@@ -229,6 +230,11 @@ def _quiet() -> Iterator[None]:
             yield
         finally:
             logger.setLevel(level)
+
+
+def _masks_as_given() -> contextlib.AbstractContextManager[Any]:
+    """`nn.TransformerEncoder` looks whether its mask is causal, to be faster: the only branch on values in torch."""
+    return mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", lambda mask, causal, size: bool(causal))
 
 
 def _reason(error: Exception) -> str:
