@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from holdfast.graph import to_network
 from torch import Tensor
 
 from certify_cases import CLASSES, exact_radii, labelled, linear_network
 from holdfast import InputError
 from holdfast.attacks.minimal import MinimalAttack, answer_changed
+from holdfast.graph import to_network
 from holdfast.linalg.rounding import Ball
 from holdfast.models import demo_digits, load_digits_vit
 from holdfast.models.digits import DigitsViT

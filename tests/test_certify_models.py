@@ -9,7 +9,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from holdfast.graph import to_network
 
 import holdfast
 from holdfast import InputError
@@ -18,6 +17,7 @@ from holdfast.certification.examples import tokenised
 from holdfast.certification.settings import weights_digest
 from holdfast.data import Dataset, load
 from holdfast.data.dataset import checksum
+from holdfast.graph import to_network
 from holdfast.models import DigitsViT
 from holdfast.results import Guarantee
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_cases import check, pictures, stirred, tokens
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
+from graph_cases import check, pictures, stirred, tokens
 from holdfast.errors import NotApplicableError
 
 Build = Callable[[], nn.Module]
@@ -67,7 +67,15 @@ def test_models_of_transformers(
     ids=str,
 )
 def test_vision_transformers_of_timm(timm: ModuleType, options: dict[str, Any]) -> None:
-    sizes = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 8, "depth": 1, "num_heads": 2, "num_classes": 3}
+    sizes = {
+        "img_size": 8,
+        "patch_size": 4,
+        "in_chans": 1,
+        "embed_dim": 8,
+        "depth": 1,
+        "num_heads": 2,
+        "num_classes": 3,
+    }
     check(stirred(timm.models.VisionTransformer(**sizes, **options)), pictures())
 
 
@@ -89,7 +97,10 @@ class Encoded(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         given: dict[str, Any] = {}
         if self.mask == "causal":
-            given = {"mask": nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype), "is_causal": True}
+            given = {
+                "mask": nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype),
+                "is_causal": True,
+            }
         if self.mask == "bool":
             given = {"mask": torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(2)}
         if self.mask == "padding":

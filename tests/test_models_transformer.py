@@ -6,11 +6,11 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from holdfast.graph import to_network
 from safetensors.torch import load_file, save_file
 
 from holdfast.bounds.arithmetic import Proved
 from holdfast.errors import InputError, UnknownNameError
+from holdfast.graph import to_network
 from holdfast.linalg import Ball
 from holdfast.models import ModelConfig, Transformer, config, load, named_configs, read_config, save
 from holdfast.network.attention import Attention

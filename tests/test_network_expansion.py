@@ -8,12 +8,12 @@ import math
 
 import pytest
 import torch
-from holdfast.graph import to_network
 from torch import Tensor
 
 from holdfast import AttentionLayer, NotApplicableError
 from holdfast.attacks.minimal import MinimalAttack
 from holdfast.attention.rotary import Rotary
+from holdfast.graph import to_network
 from holdfast.linalg.squarings import gram_norm, thin_gram_norm
 from holdfast.models import digits
 from holdfast.network import (

@@ -234,7 +234,9 @@ def _quiet() -> Iterator[None]:
 
 def _masks_as_given() -> contextlib.AbstractContextManager[Any]:
     """`nn.TransformerEncoder` looks whether its mask is causal, to be faster: the only branch on values in torch."""
-    return mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", lambda mask, causal, size: bool(causal))
+    return mock.patch.object(
+        torch.nn.modules.transformer, "_detect_is_causal_mask", lambda mask, causal, size: bool(causal)
+    )
 
 
 def _reason(error: Exception) -> str:
