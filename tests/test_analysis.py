@@ -23,10 +23,10 @@ from holdfast.attention import Rotary
 from holdfast.attention.heads import HeadJacobians
 from holdfast.cli.analyze import _with_ids
 from holdfast.errors import InputError, UnknownNameError
+from holdfast.graph.trace import TracedLayer, trace
 from holdfast.models import demo_digits, load_digits_vit
 from holdfast.report.analysis import analysis_table
 from holdfast.testing import make_case
-from holdfast.tracing import TracedLayer, trace
 from holdfast.tracing.loading import LoadedModel, Picture
 from test_cli import Run, run  # noqa: F401 - a fixture
 

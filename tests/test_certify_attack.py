@@ -11,11 +11,11 @@ from torch import Tensor
 from certify_cases import CLASSES, exact_radii, labelled, linear_network
 from holdfast import InputError
 from holdfast.attacks.minimal import MinimalAttack, answer_changed
+from holdfast.graph import to_network
 from holdfast.linalg.rounding import Ball
 from holdfast.models import demo_digits, load_digits_vit
 from holdfast.models.digits import DigitsViT
 from holdfast.movement import distance
-from holdfast.network.convert import to_network
 
 
 def test_the_distance_to_a_linear_boundary_is_found_and_proved() -> None:

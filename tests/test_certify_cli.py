@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 from certify_cases import labelled, linear_network, rows
 from holdfast import InputError
+from holdfast.certification.examples import ranges
 from holdfast.cli import main
-from holdfast.cli.certify import _ranges, read_radii
+from holdfast.cli.certify import read_radii
 from holdfast.cli.work import telling
 from holdfast.models import DigitsViT
 from holdfast.tracing.loading import load_classifier
@@ -73,12 +74,39 @@ def test_shards_are_joined_and_checked(call: Call, tmp_path: Path) -> None:
     assert "12 records and 12 perturbations: 0 failures" in out
     path = tmp_path / "run.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines()
-    lines[5] = json.dumps(json.loads(lines[5]) | {"radius": 1e-3})
+    record = json.loads(lines[5])
+    lines[5] = json.dumps(record | {"radius": record["radius"] * (1 + 9e-6)})
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     status, out, _ = call("verify run.jsonl --all")
     assert status == 1
-    assert "does not hold: input 4: radius 0.001 against" in " ".join(out.split())
-    assert call("verify run.jsonl --sample 3 --json")[0] in (0, 1)
+    assert "does not hold: input 4: radius 0." in " ".join(out.split())
+
+
+def test_verify_says_what_it_drew_and_what_it_did_not_check(call: Call) -> None:
+    assert call(f"{CERTIFY} --out run.jsonl --limit 8")[0] == 0
+    status, out, _ = call("verify run.jsonl --sample 3 --json")
+    first = json.loads(out)
+    assert (status, len(first["checked"]), first["inputs"], first["available"]) == (0, 3, 8, 12)
+    status, out, _ = call(f"verify run.jsonl --sample 3 --seed {first['seed']}")
+    assert status == 0
+    assert f"0 failures, drawn with seed {first['seed']} (--seed {first['seed']} repeats it)" in out
+    assert "linear on data.safetensors (all), the first 8 of 12 inputs: the file claims" in out
+    assert "unchecked: the numbers of the 5 records that were not drawn" in out
+    assert "unchecked: wall times, and the command line" in out
+    again = json.loads(call(f"verify run.jsonl --sample 3 --seed {first['seed']} --json")[1])
+    assert again["checked"] == first["checked"]
+    assert json.loads(call("verify run.jsonl --sample 3 --json")[1])["seed"] != first["seed"]
+
+
+def test_a_file_goes_on_to_more_inputs(call: Call, tmp_path: Path) -> None:
+    assert call(f"{CERTIFY} --out run.jsonl --limit 5")[0] == 0
+    status, out, _ = call(f"{CERTIFY} --out run.jsonl")
+    assert status == 0
+    assert "12 of 12 inputs" in " ".join(out.split())
+    assert call("verify run.jsonl --all")[0] == 0
+    status, _, err = call(f"{CERTIFY} --out run.jsonl --limit 5")
+    assert status == 2
+    assert "run.jsonl asks for 12 inputs and this run for 5, fewer; a file only takes more of the same data" in err
 
 
 def test_runs_stand_side_by_side_on_a_page(call: Call, tmp_path: Path) -> None:
@@ -170,4 +198,4 @@ def test_classifiers_are_loaded_with_their_heads(transformers: ModuleType, tmp_p
 
 def test_radii_and_ranges() -> None:
     assert read_radii("36/255, 0.5,1e-3") == [36 / 255, 0.5, 1e-3]
-    assert _ranges([0, 3, 4, 5, 9]) == "0, 3-5, 9"
+    assert ranges([0, 3, 4, 5, 9]) == "0, 3-5, 9"

@@ -17,8 +17,8 @@ from holdfast.certification.examples import tokenised
 from holdfast.certification.settings import weights_digest
 from holdfast.data import Dataset, load
 from holdfast.data.dataset import checksum
+from holdfast.graph import to_network
 from holdfast.models import DigitsViT
-from holdfast.network.convert import to_network
 from holdfast.results import Guarantee
 
 ATTACK = MinimalAttack(restarts=1, targets=3, steps=12)

@@ -13,6 +13,7 @@ from torch import Tensor
 from holdfast import AttentionLayer, NotApplicableError
 from holdfast.attacks.minimal import MinimalAttack
 from holdfast.attention.rotary import Rotary
+from holdfast.graph import to_network
 from holdfast.linalg.squarings import gram_norm, thin_gram_norm
 from holdfast.models import digits
 from holdfast.network import (
@@ -33,7 +34,6 @@ from holdfast.network.activations import activations
 from holdfast.network.attention import Attention
 from holdfast.network.centre import Centre
 from holdfast.network.compositions import compositions
-from holdfast.network.convert import to_network
 from holdfast.network.expansion import Cubic, Expansion, forms, refusal
 from holdfast.network.expansion.graded import DEGREES, Graded, smaller
 from holdfast.network.network import Head, Network, Residual

@@ -10,6 +10,7 @@ from holdfast.bounds.arithmetic import Numerical, Proved
 from holdfast.errors import InputError, UnknownNameError
 from holdfast.linalg import Ball, MatrixOperator, upper
 from holdfast.network.base import LinearPiece, SmoothPiece
+from holdfast.network.selection import Rearrangement
 from holdfast.nn import (
     Chain,
     Convolution,
@@ -34,7 +35,6 @@ from holdfast.nn import (
 )
 from holdfast.nn.content import content_off, content_use
 from holdfast.nn.manifold import direction, nearest_orthonormal
-from holdfast.network.entries import Rearrangement
 
 WIDTH, TOKENS = 6, 4
 KINDS = ["orthogonal", "orthogonal-torch", "sll"]

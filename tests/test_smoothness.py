@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from holdfast import HoldfastError, InputError
 from holdfast.cli import main
 from holdfast.cli import smoothness as command
+from holdfast.graph.trace import trace
 from holdfast.repro import smoothness, texts
 from holdfast.repro.smoothness import Cell, Record, Setting
-from holdfast.tracing import trace
 
 TINY = {
     "BertConfig": {"num_hidden_layers": 2, "hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 16},

@@ -16,6 +16,8 @@ from holdfast.errors import (
     UnknownNameError,
     UnsupportedAttentionError,
 )
+from holdfast.graph import to_network
+from holdfast.graph.trace import TracedLayer, iter_trace, trace
 from holdfast.results import (
     AttackResult,
     BoundResult,
@@ -25,7 +27,6 @@ from holdfast.results import (
     LipschitzWitness,
     NormResult,
 )
-from holdfast.tracing import TracedLayer, iter_trace, trace
 from holdfast.train import JaSMin, jasmin
 
 __version__ = "0.1.0"
@@ -67,5 +68,6 @@ __all__ = [
     "register_bound",
     "register_lipschitz_bound",
     "softmax_jacobian_norm",
+    "to_network",
     "trace",
 ]

@@ -235,8 +235,8 @@ class RadiusRecord:
 
     @property
     def correct(self) -> bool:
-        """Whether the prediction is the label."""
-        return self.prediction == self.label
+        """Whether the prediction is the label; where none is decided it is not, whatever the label."""
+        return self.prediction == self.label != UNDECIDED
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the perturbation, ready for JSON, which has no infinity."""

@@ -23,10 +23,10 @@ from holdfast.attention.heads import HeadJacobians
 from holdfast.attention.softmax import softmax_jacobian_norm
 from holdfast.bounds import bound_named
 from holdfast.errors import InputError, MemoryLimitError, NotApplicableError
+from holdfast.graph.trace import TracedLayer, trace
 from holdfast.linalg import MatrixOperator, estimate, upper
 from holdfast.radii import check_radii
 from holdfast.results import Guarantee
-from holdfast.tracing import TracedLayer, trace
 from holdfast.tracing.loading import Picture
 
 #: "second-order" is exact to first order and nearly always the smallest; "cov" takes a third of its time, and serves

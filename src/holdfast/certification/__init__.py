@@ -6,7 +6,7 @@ from holdfast.certification.examples import Batch, Examples, read_examples
 from holdfast.certification.join import merge
 from holdfast.certification.recompute import Verification, verify
 from holdfast.certification.runner import Shard, certify
-from holdfast.certification.settings import Settings, read_perturbation
+from holdfast.certification.settings import Settings
 from holdfast.certification.store import read
 
 __all__ = [
@@ -22,6 +22,5 @@ __all__ = [
     "merge",
     "read",
     "read_examples",
-    "read_perturbation",
     "verify",
 ]

@@ -10,16 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.certification.examples import Batch, Entered, enter
+from holdfast.certification.lines import Record
 from holdfast.certification.settings import Settings
-from holdfast.certification.store import Record
+from holdfast.graph import Readings
 from holdfast.network.compositions import certify_inputs
 from holdfast.network.network import Network
 from holdfast.results import UNDECIDED, Certificate, RadiusEstimate
 
 
-def examine(model: Network | nn.Module, batch: Batch, settings: Settings, device: str = "cpu") -> list[Record]:
-    """One record for each input of a batch, computed on the device."""
-    entered = enter(model, batch.inputs, settings).to(device)
+def examine(
+    model: Network | nn.Module,
+    batch: Batch,
+    settings: Settings,
+    device: str = "cpu",
+    readings: Readings | None = None,
+) -> list[Record]:
+    """One record for each input of a batch, computed on the device; a model that was read before is not read again."""
+    entered = enter(model, batch.inputs, settings, readings).to(device)
     found = certify_inputs(entered.network, entered.x, method=settings.method, guarantee=settings.guarantee)
     predictions = [each.prediction if each.decided else UNDECIDED for each in found]
     attacks = _attack(entered, predictions, settings)

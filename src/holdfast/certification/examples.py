@@ -15,7 +15,7 @@ from holdfast.certification.settings import Settings
 from holdfast.data import Dataset, load
 from holdfast.data.dataset import checksum
 from holdfast.errors import InputError
-from holdfast.network.convert import to_network
+from holdfast.graph import Readings, to_network
 from holdfast.network.network import Network
 from holdfast.storage import Pathlike
 
@@ -110,6 +110,22 @@ def _from_pairs(data: Iterable[tuple[Example, int]]) -> Examples:
     return Examples("given inputs", "all", inputs, labels, tuple(range(len(pairs))), whole)
 
 
+def ranges(indices: Sequence[int]) -> str:
+    """Numbers as "0, 3-5".
+
+    Example:
+        >>> ranges([0, 3, 4, 5])
+        '0, 3-5'
+    """
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][1] + 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
 @final
 @dataclass(frozen=True)
 class Entered:
@@ -123,8 +139,20 @@ class Entered:
         return replace(self, x=self.x.to(device))
 
 
-def enter(model: Network | nn.Module, inputs: Tensor | Mapping[str, Tensor], settings: Settings) -> Entered:
-    """The model as a network, checked against the model at these inputs; a network as it is."""
+def enter(
+    model: Network | nn.Module,
+    inputs: Tensor | Mapping[str, Tensor],
+    settings: Settings,
+    readings: Readings | None = None,
+) -> Entered:
+    """The model as a network, checked against the model at these inputs; a network as it is.
+
+    Args:
+        model: whose inputs they are.
+        inputs: a batch.
+        settings: what moves.
+        readings: what was read of the model before.
+    """
     if isinstance(model, Network):
         if settings.perturb is not None or settings.normalise is not None:
             raise InputError(
@@ -134,5 +162,5 @@ def enter(model: Network | nn.Module, inputs: Tensor | Mapping[str, Tensor], set
             found = f"of shape {tuple(inputs.shape[1:])}" if isinstance(inputs, Tensor) else "keyword arguments"
             raise InputError(f"the inputs of {model.name} are {found}; expected tensors (n, d), one for each label")
         return Entered(model, inputs.double())
-    converted = to_network(model, inputs, perturb=settings.perturb, normalise=settings.normalise)
+    converted = to_network(model, inputs, perturb=settings.perturb, normalise=settings.normalise, readings=readings)
     return Entered(converted.network, converted.encode(inputs))

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from holdfast.certification.store import Record, Stored, differences, read, write
+from holdfast.certification.lines import Record
+from holdfast.certification.store import Stored, differences, read, write
 from holdfast.errors import InputError, SoundnessError
 from holdfast.results import CertificationRun
 from holdfast.storage import Pathlike
@@ -22,7 +23,8 @@ def merge(paths: Sequence[Pathlike], out: Pathlike | None = None) -> Certificati
     """Joins the files of shards.
 
     Args:
-        paths: files that `certify` wrote with the same settings; an input may stand in several of them.
+        paths: files that `certify` wrote with the same settings; an input may stand in several of them, and some may
+            have gone on to more inputs than others.
         out: file for the whole run, by index.
 
     Example:
@@ -32,13 +34,15 @@ def merge(paths: Sequence[Pathlike], out: Pathlike | None = None) -> Certificati
     if not paths:
         raise InputError("no file was given; expected the files of the shards")
     stored = [read(path) for path in paths]
-    header = stored[0].header
+    header = max((part.header for part in stored), key=lambda each: len(each.indices))
     records: dict[int, Record] = {}
     first_in: dict[int, str] = {}
     for path, part in zip([os.fspath(path) for path in paths], stored, strict=True):
         differing = differences(part.header.settings, header.settings)
         if differing:
             raise InputError(f"{path} and {os.fspath(paths[0])} are parts of different runs: {', '.join(differing)}")
+        if not part.header.begins(header):
+            raise InputError(f"{path} asks for other inputs than the rest; expected the files of one run")
         for index, record in part.records.items():
             if index in records and (differing := disagreements(record, records[index])):
                 raise InputError(f"{path} and {first_in[index]} disagree on input {index}: {', '.join(differing)}")

@@ -1,31 +1,43 @@
-"""A finished run, checked from the model alone: records are computed again, and witnesses are tried."""
+"""A finished run, checked from the model and the data alone: records are computed again, and witnesses are tried.
+
+Nothing in the file is believed. What it says of its settings and inputs must be what the model and the data give; every
+input must have a record with its own label; and of the records that are drawn, no number may claim more than is found.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import random
-from dataclasses import dataclass, replace
+import secrets
+from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
+import holdfast
 from holdfast.attacks.minimal import answer_changed
 from holdfast.certification.examine import examine
-from holdfast.certification.examples import Data, enter, read_examples
-from holdfast.certification.join import disagreements
+from holdfast.certification.examples import Data, Examples, enter, ranges, read_examples
+from holdfast.certification.lines import Header, Record
 from holdfast.certification.runner import Progress, describe
 from holdfast.certification.settings import Settings
-from holdfast.certification.store import Record, differences, read
+from holdfast.certification.store import Stored, differences, read
 from holdfast.errors import InputError
+from holdfast.graph import Perturbation, Readings
 from holdfast.movement import distance
+from holdfast.network.compositions import proves
 from holdfast.network.network import Network
 from holdfast.results import UNDECIDED
 from holdfast.storage import Pathlike
 
-#: The settings that must be those of the model and the data at hand.
-_IDENTITY = ("weights", "data", "inputs")
+#: Relative, of one number in two computations: sums in another order, for batches of another size.
+ROUNDING = 1e-9
+#: Relative, of the end of a search that iterated norms led; a radius beyond the one found must be proved itself.
+SEARCH = 1e-6
+#: Relative, of the end of an attack, which follows gradients: far above what was ever seen (2e-8), far below a point.
+NEARER = 1e-3
 
 
 @final
@@ -34,14 +46,28 @@ class Verification:
     """What a check found.
 
     Attributes:
+        inputs: how many the run asks for.
+        available: how many the data have.
+        radii: at which the run shows accuracies.
+        accuracy: what the file claims to be certified there, of all inputs; one without a record is not.
         checked: indices of the records that were computed again.
         witnesses: how many perturbations were tried.
         failures: what did not hold, in words; empty for a run that stands.
+        weaker: indices of records that claim less than is proved here; that is no failure.
+        unchecked: what the file says and nobody checked, in words.
+        seed: of the sample; None where every record was computed again.
     """
 
+    inputs: int
+    available: int
+    radii: tuple[float, ...]
+    accuracy: tuple[float, ...]
     checked: tuple[int, ...]
     witnesses: int
     failures: tuple[str, ...]
+    weaker: tuple[int, ...]
+    unchecked: tuple[str, ...]
+    seed: int | None
 
     @property
     def sound(self) -> bool:
@@ -55,19 +81,21 @@ def verify(
     data: Data,
     *,
     sample: int | None = 20,
-    seed: int = 0,
+    seed: int | None = None,
     batch: int = 8,
+    perturb: Perturbation | None = None,
     progress: Progress | None = None,
 ) -> Verification:
-    """Computes records again and tries the stored perturbations, from the model and the data alone.
+    """Computes records again, attacks again and tries the stored perturbations, from the model and the data alone.
 
     Args:
         path: the file of a run.
         model: the model that it claims.
         data: the data that it claims.
         sample: how many records, drawn at random; None for all.
-        seed: of the sample.
+        seed: of the sample, to repeat it; by default nobody knows beforehand what is drawn.
         batch: inputs that are treated at once.
+        perturb: what moves, where that is a tensor, which the file does not hold.
         progress: is told how many records are checked, and of how many.
 
     Example:
@@ -75,39 +103,110 @@ def verify(
         True
     """
     stored = read(path)
-    header = stored.header
-    settings = Settings.from_dict(header.settings)
-    examples = read_examples(data, header.limit, split=header.split)
-    found = describe(model, examples, settings)
-    other = differences({name: found[name] for name in _IDENTITY}, {name: header.settings[name] for name in _IDENTITY})
-    if other:
-        raise InputError(f"{os.fspath(path)} was made from something else than what was given: {', '.join(other)}")
+    whole = read_examples(data, split=stored.header.split)
+    examples = read_examples(whole, len(stored.header.indices))
+    readings = Readings()
+    settings = _same_run(os.fspath(path), stored.header, model, examples, readings, perturb)
     indices = sorted(stored.records)
+    drawn = None
     if sample is not None and sample < len(indices):
-        indices = sorted(random.Random(seed).sample(indices, sample))
+        drawn = secrets.randbits(32) if seed is None else seed
+        indices = sorted(random.Random(drawn).sample(indices, sample))
     place = {index: i for i, index in enumerate(examples.indices)}
-    failures: list[str] = []
+    failures = _incomplete(stored, examples)
+    weaker: list[int] = []
     witnesses = done = 0
     for part in examples.batches([place[index] for index in indices], batch):
-        again = examine(model, part, replace(settings, attack=None))
-        entered = enter(model, part.inputs, settings)
+        again = examine(model, part, settings, readings=readings)
+        entered = enter(model, part.inputs, settings, readings)
         for i, expected in enumerate(again):
             claimed = stored.records[expected.index]
-            failures += [f"input {claimed.index}: {what}" for what in disagreements(claimed, expected)]
-            if claimed.perturbation is not None or claimed.attack_radius is not None:
-                witnesses += 1
-                failures += [
-                    f"input {claimed.index}: {what}" for what in _witness(entered.network, entered.x[i], claimed)
-                ]
+            wrong = _overstated(claimed, expected, entered.network, entered.x, i)
+            if claimed.attack_radius is not None:
+                witnesses += claimed.attack_radius < math.inf
+                wrong += _witness(entered.network, entered.x[i], claimed)
+            failures += [f"input {claimed.index}: {what}" for what in wrong]
+            weaker += [claimed.index] if claimed.radius < expected.radius * (1 - SEARCH) else []
         done += len(again)
         if progress is not None:
             progress(done, len(indices))
-    return Verification(tuple(indices), witnesses, tuple(failures))
+    run = stored.run()
+    right = [record.radius for record in run.records if record.correct]
+    return Verification(
+        inputs=len(examples.labels),
+        available=len(whole.labels),
+        radii=run.radii,
+        accuracy=tuple(sum(found >= radius for found in right) / len(examples.labels) for radius in run.radii),
+        checked=tuple(indices),
+        witnesses=witnesses,
+        failures=tuple(failures),
+        weaker=tuple(weaker),
+        unchecked=tuple(_unchecked(stored, len(indices))),
+        seed=drawn,
+    )
+
+
+def _same_run(
+    name: str,
+    header: Header,
+    model: Network | nn.Module,
+    examples: Examples,
+    readings: Readings,
+    perturb: Perturbation | None,
+) -> Settings:
+    """The settings of a run, refused unless its weights, data and inputs are those that are given."""
+    settings = Settings.from_dict(header.settings, perturb)
+    found, claimed = (
+        {word: value for word, value in words.items() if word != "holdfast"}
+        for words in (describe(model, examples, settings, readings), header.settings)
+    )
+    other = differences(found, claimed)
+    if other:
+        raise InputError(f"{name} was made from something else than what was given: {', '.join(other)}")
+    if list(examples.indices) != header.indices:
+        raise InputError(
+            f"{name} asks for inputs that are not the first {len(header.indices)} of the data {examples.name!r}; "
+            "give the data that it was made from; was the file edited?"
+        )
+    return settings
+
+
+def _incomplete(stored: Stored, examples: Examples) -> list[str]:
+    """What is wrong with any record, drawn or not: it is missing, or has another label than its input."""
+    missing = [index for index in sorted(examples.indices) if index not in stored.records]
+    wrong = [f"{len(missing)} of {len(examples.labels)} inputs have no record: {ranges(missing)}"] if missing else []
+    for index, label in zip(examples.indices, examples.labels, strict=True):
+        record = stored.records.get(index)
+        if record is not None and record.label != label:
+            wrong.append(f"input {index}: label {record.label} against {label}")
+    return wrong
+
+
+def _overstated(claimed: Record, expected: Record, network: Network, x: Tensor, place: int) -> list[str]:
+    """Where a record says something else than what is found, or more."""
+    wrong = [
+        f"{name} {getattr(claimed, name)!r} against {getattr(expected, name)!r}"
+        for name in ("prediction", "method", "guarantee")
+        if getattr(claimed, name) != getattr(expected, name)
+    ]
+    if not claimed.margin <= expected.margin + ROUNDING * abs(expected.margin):
+        wrong.append(f"margin {claimed.margin!r} against {expected.margin!r}")
+    if not claimed.radius <= expected.radius:
+        near = claimed.radius <= expected.radius * (1 + SEARCH)
+        method, guarantee = claimed.method, claimed.guarantee
+        if wrong or not near or not proves(network, x, place, claimed.radius, method=method, guarantee=guarantee):
+            wrong.append(f"radius {claimed.radius!r} against {expected.radius!r}")
+    if claimed.attack_radius is not None and expected.attack_radius is not None:
+        if 0 < claimed.attack_radius <= expected.radius:
+            wrong.append(f"a change at {claimed.attack_radius!r} against the radius {expected.radius!r}")
+        if not claimed.attack_radius <= expected.attack_radius * (1 + NEARER):
+            wrong.append(f"attack radius {claimed.attack_radius!r} against a change at {expected.attack_radius!r}")
+    return wrong
 
 
 def _witness(network: Network, x: Tensor, record: Record) -> list[str]:
     """What is wrong with the perturbation of a record."""
-    if record.prediction == UNDECIDED or record.attack_radius == math.inf:
+    if record.prediction == UNDECIDED or record.attack_radius is None or record.attack_radius == math.inf:
         return []
     if record.perturbation is None or record.perturbation.shape != x.shape:
         return [f"there is no perturbation of shape {tuple(x.shape)} for the attack radius {record.attack_radius!r}"]
@@ -116,6 +215,17 @@ def _witness(network: Network, x: Tensor, record: Record) -> list[str]:
     wrong = []
     if not bool(answer_changed(network, moved.unsqueeze(0), torch.tensor([record.prediction]))):
         wrong.append("the stored perturbation does not change the answer")
-    if length > (record.attack_radius or 0.0):
-        wrong.append(f"the stored perturbation has norm {length!r}, above the attack radius {record.attack_radius!r}")
+    if not abs(record.attack_radius - length) <= ROUNDING * length:
+        wrong.append(f"the stored perturbation has norm {length!r} and the attack radius is {record.attack_radius!r}")
     return wrong
+
+
+def _unchecked(stored: Stored, checked: int) -> list[str]:
+    """What the file says without a check, in words."""
+    records, settings = stored.records, stored.header.settings
+    words = ["wall times, and the command line"]
+    if checked < len(records):
+        words.append(f"the numbers of the {len(records) - checked} records that were not drawn; all are with --all")
+    if settings["holdfast"] != holdfast.__version__:
+        words.append(f"that Holdfast {settings['holdfast']} made the run; this is {holdfast.__version__}")
+    return words

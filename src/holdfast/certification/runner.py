@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,11 +13,12 @@ from torch import nn
 import holdfast
 from holdfast.attacks.minimal import MinimalAttack
 from holdfast.certification.examples import Data, Examples, enter, read_examples
+from holdfast.certification.lines import Header
 from holdfast.certification.settings import Normalisation, Settings, weights_digest
-from holdfast.certification.store import Header, Stored, open_writer
+from holdfast.certification.store import Stored, open_writer
 from holdfast.certification.workers import examine_all
 from holdfast.errors import InputError
-from holdfast.network.convert import Perturbation
+from holdfast.graph import Perturbation, Readings
 from holdfast.network.network import Network
 from holdfast.radii import check_radii
 from holdfast.results import CertificationRun, Guarantee
@@ -82,7 +82,7 @@ def certify(
         workers: processes.
         device: where the numbers are computed, such as "cuda".
         shard: the part of the data to do; `merge` joins the parts.
-        limit: take so many inputs from the beginning of the data.
+        limit: take so many inputs from the beginning of the data; a file can be gone on with to more of them.
         name: what to call the model.
         command: the command line, where there is one.
         progress: is told how many inputs are done, and of how many. If it is interrupted (KeyboardInterrupt), the run
@@ -99,32 +99,32 @@ def certify(
     shown = check_radii(radii, "radii")
     chosen = (MinimalAttack() if attack else None) if isinstance(attack, bool) else attack
     settings = Settings(method, guarantee, chosen, seed, perturb, normalise)
-    examples = read_examples(data, limit)
+    examples, readings = read_examples(data, limit), Readings()
     header = Header(
-        settings=describe(model, examples, settings),
+        settings=describe(model, examples, settings, readings),
         model=name or (model.name if isinstance(model, Network) else type(model).__name__),
         data=examples.name,
         split=examples.split,
-        limit=limit,
         indices=list(examples.indices),
         radii=shown,
         command=command,
     )
-    work = _Work(model, examples, settings, header, shard or Shard(), batch, workers, device, progress)
+    work = _Work(model, examples, settings, header, shard or Shard(), batch, workers, device, progress, readings)
     if out is not None:
         return work.fill(out, resume)
     with tempfile.TemporaryDirectory() as folder:
         return work.fill(Path(folder, "run.jsonl"), resume=False)
 
 
-def describe(model: Network | nn.Module, examples: Examples, settings: Settings) -> dict[str, str]:
+def describe(
+    model: Network | nn.Module, examples: Examples, settings: Settings, readings: Readings | None = None
+) -> dict[str, str]:
     """Everything that the records depend on."""
     (first,) = examples.batches([0], 1)
-    network = enter(model, first.inputs, settings).network
+    network = enter(model, first.inputs, settings, readings).network
     return {
         "weights": weights_digest(network),
         "data": examples.checksum,
-        "inputs": hashlib.sha256(repr(examples.indices).encode()).hexdigest(),
         **settings.to_dict(),
         "holdfast": holdfast.__version__,
     }
@@ -142,6 +142,7 @@ class _Work:
     workers: int
     device: str
     progress: Progress | None
+    readings: Readings
 
     def fill(self, path: Pathlike, resume: bool) -> CertificationRun:
         """Does what the file lacks of this shard."""
@@ -154,7 +155,9 @@ class _Work:
             done = len(mine) - len(pending)
             try:
                 self._tell(done, len(mine))
-                for records in examine_all(self.model, batches, self.settings, self.workers, self.device):
+                for records in examine_all(
+                    self.model, batches, self.settings, self.workers, self.device, self.readings
+                ):
                     for record in records:
                         writer.append(record)
                     done += len(records)

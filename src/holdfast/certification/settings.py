@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from holdfast.attacks.minimal import MinimalAttack
 from holdfast.errors import InputError
+from holdfast.graph.perturbation import Perturbation, read_perturbation, spelled
 from holdfast.network.compositions import compositions
-from holdfast.network.convert import Perturbation
 from holdfast.network.network import Network
 from holdfast.results import Guarantee
 
@@ -45,40 +46,54 @@ class Settings:
         words = {
             "method": self.method,
             "guarantee": self.guarantee,
-            "perturb": "input" if self.perturb is None else ":".join(map(str, _listed(self.perturb))),
+            "perturb": "input" if self.perturb is None else spelled(self.perturb),
             "normalise": json.dumps(self.normalise),
             "attack": str(self.attack or "none"),
         }
         return words if self.attack is None else words | {"seed": str(self.seed)}
 
     @classmethod
-    def from_dict(cls, words: Mapping[str, str]) -> Settings:
-        """The settings in words again, without the attack."""
+    def from_dict(cls, words: Mapping[str, str], perturb: Perturbation | None = None) -> Settings:
+        """The settings in words again; what moves may be given, since words do not hold a tensor."""
         guarantee: Guarantee = "numerical" if words["guarantee"] == "numerical" else "proved"
-        perturb = None if words["perturb"] == "input" else read_perturbation(words["perturb"])
-        normalise = json.loads(words["normalise"])
-        return cls(
+        found = cls(
             words["method"],
             guarantee,
-            perturb=perturb,
-            normalise=normalise and (tuple(normalise[0]), tuple(normalise[1])),
+            _read_attack(words["attack"]),
+            int(seed) if re.fullmatch(r"-?\d+", seed := words.get("seed", "0")) else 0,
+            perturb or (None if words["perturb"] == "input" else read_perturbation(words["perturb"])),
+            _read_normalisation(words["normalise"]),
         )
+        for name, word in found.to_dict().items():
+            if words.get(name) != word:
+                raise InputError(f"the setting {name} is {words.get(name)!r}; expected words such as {word!r}")
+        return found
 
 
-def _listed(perturb: Perturbation) -> tuple[str | int, ...]:
-    return (perturb,) if isinstance(perturb, str) else perturb
+def _read_attack(text: str) -> MinimalAttack | None:
+    counts = {name: int(number) for name, number in re.findall(r"(\w+)=(\d+)", text)}
+    try:
+        return None if text == "none" else MinimalAttack(**counts)
+    except TypeError:
+        raise InputError(f"the setting attack is {text!r}; expected none, or {MinimalAttack()}") from None
 
 
-def read_perturbation(text: str) -> Perturbation:
-    """What moves, from "pixels", "embeddings", "word:3" or "layer:1"."""
-    if text == "pixels":
-        return "pixels"
-    if text == "embeddings":
-        return "embeddings"
-    part, _, number = text.partition(":")
-    if part not in ("word", "layer") or not number.isdecimal():
-        raise InputError(f"the perturbation is {text!r}; expected pixels, embeddings, word:NUMBER or layer:NUMBER")
-    return ("word", int(number)) if part == "word" else ("layer", int(number))
+def _read_normalisation(text: str) -> Normalisation | None:
+    try:
+        found = json.loads(text)
+        return found and (tuple(found[0]), tuple(found[1]))
+    except (ValueError, TypeError, LookupError):
+        raise InputError(f"the setting normalise is {text!r}; expected null, or two lists of numbers") from None
+
+
+def names_of_settings(attacked: bool) -> set[str]:
+    """What is said of a run: how inputs are treated, of which weights and data, and by which Holdfast."""
+    return {*Settings(attack=MinimalAttack() if attacked else None).to_dict(), "weights", "data", "holdfast"}
+
+
+def checksum_of_inputs(indices: Sequence[int]) -> str:
+    """SHA-256 of the indices of inputs, in order."""
+    return hashlib.sha256(repr(tuple(indices)).encode()).hexdigest()
 
 
 def fingerprint(settings: Mapping[str, str]) -> str:
@@ -87,7 +102,11 @@ def fingerprint(settings: Mapping[str, str]) -> str:
 
 
 def weights_digest(network: Network) -> str:
-    """SHA-256 of what a network is made of: the kinds of its pieces, in order, with all their numbers."""
+    """SHA-256 of what a network is made of: the kinds of its pieces, in order, with all their numbers.
+
+    A kind is the name of a class, wherever that stands. One that is renamed keeps the digests of stored runs by saying
+    what it was called: `kind = "Affine"` in its body.
+    """
     digest = hashlib.sha256()
     _feed(digest, network.stages)
     _feed(digest, network.head)
@@ -106,11 +125,11 @@ def _feed(digest: Any, value: object) -> None:
         digest.update(f"{len(value)}:".encode())
         for each in value:
             _feed(digest, each)
-    elif callable(value) and hasattr(value, "__qualname__"):
-        _feed(digest, value.__qualname__)
+    elif callable(value) and hasattr(value, "__name__"):
+        _feed(digest, value.__name__)
     else:
         kind = type(value)
-        digest.update(f"{kind.__qualname__} ".encode())
+        digest.update(f"{vars(kind).get('kind', kind.__name__)} ".encode())
         # What is computed from the rest on first use adds nothing.
         computed = {name for base in kind.__mro__ for name, v in vars(base).items() if isinstance(v, cached_property)}
         _feed(digest, {name: each for name, each in vars(value).items() if name not in computed})

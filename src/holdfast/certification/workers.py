@@ -13,20 +13,26 @@ from torch import nn
 
 from holdfast.certification.examine import examine
 from holdfast.certification.examples import Batch
+from holdfast.certification.lines import Record
 from holdfast.certification.settings import Settings
-from holdfast.certification.store import Record
 from holdfast.errors import HoldfastError
+from holdfast.graph import Readings
 from holdfast.network.network import Network
 
 
 def examine_all(
-    model: Network | nn.Module, batches: Sequence[Batch], settings: Settings, workers: int, device: str = "cpu"
+    model: Network | nn.Module,
+    batches: Sequence[Batch],
+    settings: Settings,
+    workers: int,
+    device: str = "cpu",
+    readings: Readings | None = None,
 ) -> Iterator[list[Record]]:
-    """The records of every batch, in the order in which they are finished."""
+    """The records of every batch, in the order in which they are finished; `readings` serve this process."""
     workers = min(workers, len(batches))
     if workers <= 1:
         for batch in batches:
-            yield examine(model, batch, settings, device)
+            yield examine(model, batch, settings, device, readings)
         return
     # Each worker has a pipe whose other end nobody but the parent holds: it ends with the parent, however that ends.
     context = get_context("spawn")
@@ -82,11 +88,12 @@ def _serve(pipe: Connection, model: Network | nn.Module, settings: Settings, dev
     """The life of a worker: batches in, records or an error out, until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     torch.set_num_threads(threads)
+    readings = Readings()
     try:
         while True:
             batch: Batch = pipe.recv()
             try:
-                pipe.send(examine(model, batch, settings, device))
+                pipe.send(examine(model, batch, settings, device, readings))
             except (HoldfastError, RuntimeError, MemoryError) as error:
                 pipe.send(error)
     except (EOFError, ConnectionError):

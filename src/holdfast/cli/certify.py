@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,12 +14,14 @@ from rich.console import Console
 from torch import nn
 
 from holdfast import certification
-from holdfast.certification import Shard, read, read_perturbation
-from holdfast.certification.examples import Data, tokenised
+from holdfast.certification import Shard, Verification, read
+from holdfast.certification.examples import Data, ranges, tokenised
 from holdfast.cli.inputs import Json
 from holdfast.cli.work import INTERRUPTED, emit_json, say_written, telling
 from holdfast.data import Dataset, load
 from holdfast.errors import InputError
+from holdfast.graph.perturbation import read_perturbation
+from holdfast.report.numbers import down
 from holdfast.results import CertificationRun
 from holdfast.tracing.loading import load_classifier, load_tokenizer
 
@@ -45,7 +46,13 @@ def certify(
     method: Annotated[str, typer.Option(help="The composition.")] = "best",
     guarantee: Annotated[Literal["proved", "numerical"], typer.Option(help="Only proved radii certify.")] = "proved",
     attack: Annotated[bool, typer.Option(help="Also search the smallest change of each answer.")] = False,
-    perturb: Annotated[str | None, typer.Option(help="pixels, embeddings, word:NUMBER or layer:NUMBER.")] = None,
+    perturb: Annotated[
+        str | None,
+        typer.Option(
+            help="What moves: pixels, embeddings, word:3, words:1,4, layer:1, patch:TOP,LEFT,HEIGHT,WIDTH, "
+            "mask:FILE, directions:FILE, brightness, contrast or colour."
+        ),
+    ] = None,
     mean: Annotated[str | None, typer.Option(help="Of each channel, where the model takes normalised images.")] = None,
     std: Annotated[str | None, typer.Option(help="Standard deviation of each channel, likewise.")] = None,
     split: Annotated[str | None, typer.Option(help="Part of the data; default: the one that is held out.")] = None,
@@ -115,7 +122,7 @@ def merge(
         run.to_html(html, *(read(path).run() for path in beside or ()))
     _show("merge", run, as_json, out, html)
     if run.missing:
-        typer.echo(f"holdfast: {len(run.missing)} inputs are missing: {_ranges(run.missing)}", err=True)
+        typer.echo(f"holdfast: {len(run.missing)} inputs are missing: {ranges(run.missing)}", err=True)
 
 
 def verify(
@@ -124,7 +131,7 @@ def verify(
     everything: Annotated[bool, typer.Option("--all", help="Every record.")] = False,
     model: Annotated[str | None, typer.Option(help="The model, where it has moved since.")] = None,
     data: Annotated[str | None, typer.Option(help="The data, where they have moved since.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the sample.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Of the sample, to repeat it; default: a fresh one.")] = None,
     batch: BatchSize = 8,
     data_dir: DataDir = None,
     download: Download = False,
@@ -150,11 +157,25 @@ def verify(
         console = Console()
         for failure in found.failures:
             console.print(f"does not hold: {failure}", style="red", soft_wrap=True, markup=False)
-        console.print(
-            f"{len(found.checked)} records and {found.witnesses} perturbations: {len(found.failures)} failures"
-        )
+        for line in _verdict(found, name, f"{data or header.data} ({header.split})"):
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
     if not found.sound:
         raise typer.Exit(1)
+
+
+def _verdict(found: Verification, model: str, data: str) -> list[str]:
+    """What was checked, what it stands for, and what it does not."""
+    shares = ", ".join(
+        f"{down(100 * share)} % at {r:.6g}" for r, share in zip(found.radii, found.accuracy, strict=True)
+    )
+    drawn = "" if found.seed is None else f", drawn with seed {found.seed} (--seed {found.seed} repeats it)"
+    weaker = f"; {len(found.weaker)} claim less than is proved here" if found.weaker else ""
+    counts = f"{len(found.checked)} records and {found.witnesses} perturbations: {len(found.failures)} failures"
+    return [
+        counts + drawn + weaker,
+        f"{model} on {data}, the first {found.inputs} of {found.available} inputs: the file claims {shares}",
+        *(f"unchecked: {each}" for each in found.unchecked),
+    ]
 
 
 def read_radii(text: str) -> list[float]:
@@ -188,19 +209,3 @@ def _show(command: str, run: CertificationRun, as_json: bool, *written: Path | N
     if not as_json:
         Console().print(run.table())
         say_written(*written)
-
-
-def _ranges(indices: Sequence[int]) -> str:
-    """Numbers as "0, 3-5".
-
-    Example:
-        >>> _ranges([0, 3, 4, 5])
-        '0, 3-5'
-    """
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][1] + 1:
-            runs[-1][1] = index
-        else:
-            runs.append([index, index])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

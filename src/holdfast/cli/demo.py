@@ -82,7 +82,7 @@ def _interrupted(files: Sequence[Path], inputs: int) -> bool:
     except HoldfastError:
         return False
     same = all(each.header.settings["holdfast"] == holdfast.__version__ for each in found)
-    same = same and all(each.header.limit == inputs for each in found)
+    same = same and all(len(each.header.indices) == inputs for each in found)
     return same and not (len(found) == len(files) and all(not each.run().missing for each in found))
 
 

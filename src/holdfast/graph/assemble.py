@@ -1,8 +1,8 @@
 """From points to stages: the chain of pieces and residual branches that computes one point from another.
 
-Every path from the input to the output passes certain points. Between two neighbours of these lies one step, or a region
-of branches that end in a sum. A sum of the region's first point and one branch is a residual stage; any other region is
-run as a chain on one row of all numbers that are still needed (`holdfast.network.beside`).
+Every path from the input to the output passes certain points. Between two neighbours of these lies one step, or a
+region of branches that end in a sum. A sum of the region's first point and one branch is a residual stage; any other
+region is run as a chain on one row of all numbers that are still needed (`holdfast.network.beside`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from holdfast.graph.fuse import fused, fused_residual
 from holdfast.graph.values import Point
 from holdfast.network.affine import Affine
 from holdfast.network.base import Piece
 from holdfast.network.beside import Part, beside
 from holdfast.network.network import Residual
 from holdfast.network.selection import Selection
-from holdfast.graph.fuse import fused, fused_residual
 
 Stage = Piece | Residual
 
@@ -72,7 +72,7 @@ def _gate(start: Point, end: Point, order: Sequence[Point]) -> Point:
         if last is not end and len(waiting) == 1:
             return last
         waiting.remove(last)
-        assert last is not start and last.step is not None
+        assert last.step is not None
         waiting.update(last.step.sources)
 
 
@@ -112,7 +112,7 @@ def _terms(first: Point, end: Point) -> list[Point]:
 def _wide(first: Point, end: Point) -> list[Stage]:
     """A region of any shape: step by step on one row of all points that are still needed."""
     order = _order(first, end)
-    needed = {point: 0 for point in order}
+    needed = dict.fromkeys(order, 0)
     for point in order[1:]:
         assert point.step is not None
         for source in point.step.sources:

@@ -1,9 +1,9 @@
-"""From a model to a network: what the model executes, as a chain of pieces that say how steep and how curved they are."""
+"""From a model to a network: what the model executes, as a chain of pieces that know how steep and curved they are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -18,7 +18,7 @@ from holdfast.graph.equality import Equality, check_as_it_runs, check_equal, flo
 from holdfast.graph.export import ModelInputs, Program, Walk, export
 from holdfast.graph.perturbation import Perturbation, perturbed
 from holdfast.graph.prune import pruned
-from holdfast.graph.reader import Reader, Value, refuse
+from holdfast.graph.reader import Reader, Value
 from holdfast.graph.values import Moving, Point, Term
 from holdfast.network.network import Head, Network
 from holdfast.network.normalise import Normalise
@@ -34,8 +34,8 @@ class Converted:
     Attributes:
         network: computes the model's logits from `encode(inputs)`; perturbations are measured there.
         encode: a batch of the model's inputs as the network's, float64. An image (b, c, height, width) becomes (b, c,
-            pixels), words become their embeddings (b, n, d) without padding; where a part alone moves, its displacement:
-            zero; for a block, the tokens that enter it.
+            pixels), words become their embeddings (b, n, d) without padding; where a part alone moves, its
+            displacement: zero; for a block, the tokens that enter it.
         normalise: the piece that normalises images in front of the model, if that is part of the network.
         equality: how well the network and the model agree on the example; None without one.
     """
@@ -47,31 +47,41 @@ class Converted:
 
 
 @final
-@dataclass
-class Readings:
-    """Networks that have been read, so that inputs of the same kind need no second reading.
+@dataclass(frozen=True)
+class Reading:
+    """A network as it was read, with nothing said yet of what moves.
 
-    It serves one model, whose weights do not change meanwhile.
+    Attributes:
+        network: on the whole input.
+        entrance: how the model was read; None where its class declares its network.
+        encode: inputs as they enter the network.
     """
 
-    known: list[Reading] = field(default_factory=list)
-
-    def read(self, model: nn.Module, inputs: ModelInputs) -> Reading:
-        """The model's network for these inputs, in float64."""
-        for reading in self.known:
-            if reading.entrance.admits(inputs):
-                return reading
-        self.known.append(read(model, inputs))
-        return self.known[-1]
+    network: Network
+    entrance: Entrance | None
+    encode: Encode
 
 
 @final
-@dataclass(frozen=True)
-class Reading:
-    """A network as it was read, with nothing said yet of what moves."""
+class Readings:
+    """What was read of one model whose weights do not change: inputs of the same kind need no second reading."""
 
-    network: Network
-    entrance: Entrance
+    def __init__(self) -> None:
+        self._known: list[Reading] = []
+        self._double: nn.Module | None = None
+
+    def double(self, model: nn.Module) -> nn.Module:
+        """The model in float64."""
+        self._double = self._double or float64_copy(model)
+        return self._double
+
+    def read(self, model: nn.Module, inputs: ModelInputs | None) -> tuple[Reading, bool]:
+        """The network of the model, in float64, for these inputs; and whether it is new."""
+        for reading in self._known:
+            if reading.entrance is None or (inputs is not None and reading.entrance.admits(inputs)):
+                return reading, False
+        self._known.append(read(model, inputs))
+        return self._known[-1], True
 
 
 def to_network(
@@ -94,8 +104,8 @@ def to_network(
 
     Args:
         model: in evaluation mode. A decoder that returns logits for every token answers with those of the last one.
-        example: a batch of what the model takes: images, vectors, or what a tokenizer returns. The network and the model
-            are compared on it and around it; it may be missing where the model has a `to_network` of its own.
+        example: a batch of what the model takes: images, vectors, or what a tokenizer returns. Network and model are
+            compared on it and around it; it may be missing where the model has a `to_network` of its own.
         perturb: what moves, as `holdfast.graph.perturbation` says; by default the pixels of an image, the embeddings of
             all words.
         normalise: mean and standard deviation of every channel, if the model takes images that are normalised. The
@@ -112,38 +122,32 @@ def to_network(
         torch.Size([32, 10])
     """
     check_evaluating(model)
+    readings = readings or Readings()
     piece = None if normalise is None else Normalise(*normalise)
-    double = float64_copy(model)
+    double = readings.double(model)
     inputs = None if example is None else float64_inputs(example)
-    network, entrance, encode = _opened(double, inputs, piece, readings)
-    network = network if piece is None else network.before(piece)
+
+    def model_inputs(given: ModelInputs) -> ModelInputs:
+        return given if piece is None else normalised(given, piece)
+
+    reading, new = readings.read(double, None if inputs is None else model_inputs(inputs))
+    network = reading.network if piece is None else reading.network.before(piece)
     equality = None
     if inputs is not None:
-
-        def taken(given: ModelInputs) -> ModelInputs:
-            return given if piece is None else normalised(given, piece)
-
-        equality = check_equal(network, entrance, double, inputs, encode, taken)
-        check_as_it_runs(network, entrance, model, inputs, encode, taken)
-    moved = perturbed(network, entrance and entrance.kind, encode, perturb, inputs)
+        equality = check_equal(network, reading.entrance, double, inputs, reading.encode, model_inputs, around=new)
+        if new:
+            check_as_it_runs(network, reading.entrance, model, inputs, reading.encode, model_inputs)
+    moved = perturbed(network, reading.entrance and reading.entrance.kind, reading.encode, perturb, inputs)
     return Converted(moved.network, lambda given: moved.encode(float64_inputs(given)), piece, equality)
 
 
-def _opened(
-    model: nn.Module, inputs: ModelInputs | None, piece: Normalise | None, readings: Readings | None
-) -> tuple[Network, Entrance | None, Encode]:
-    """The network, how it was read, and how inputs enter it."""
+def read(model: nn.Module, inputs: ModelInputs | None) -> Reading:
+    """Reads a model in float64 on the first of its inputs, or asks it."""
     own = declared(model)
     if own is not None:
-        return own[0], None, own[1]
+        return Reading(own[0], None, own[1])
     if inputs is None:
         raise InputError(f"{type(model).__name__} needs an example to be converted: pass a batch of its inputs")
-    found = (readings or Readings()).read(model, inputs if piece is None else normalised(inputs, piece))
-    return found.network, found.entrance, found.entrance.encode
-
-
-def read(model: nn.Module, inputs: ModelInputs) -> Reading:
-    """Reads a model in float64 on the first of its inputs."""
     first = first_of(inputs)
     program = export(model, first)
     entrance = find_entrance(program, first)
@@ -152,7 +156,8 @@ def read(model: nn.Module, inputs: ModelInputs) -> Reading:
     logits = walk.run({entrance.node: entrance.moving})
     point, head = _head(logits, entrance, program)
     chain = pruned(stages(entrance.moving.point, point), entrance.moving.point.shape)
-    return Reading(Network(chain, head, program.name), entrance.bound(walk.frontier))
+    entrance = entrance.bound(walk.frontier)
+    return Reading(Network(chain, head, program.name), entrance, entrance.encode)
 
 
 def _head(logits: Value, entrance: Entrance, program: Program) -> tuple[Point, Head]:
@@ -165,7 +170,7 @@ def _head(logits: Value, entrance: Entrance, program: Program) -> tuple[Point, H
         value = value.rearranged(lambda t: t[:, last])
     if len(value.shape) != 2 or value.shape[0] != 1:
         raise ConversionError(
-            f"{program.name} returned {tuple(value.shape)} for one input; expected a classifier with logits (b, classes)"
+            f"{program.name} returned {tuple(value.shape)} for one input; expected logits (b, classes)"
         )
     row = int(value.row[0, 0])
     plain = len(value.terms) == 1 and bool((value.terms[0].gain == 1).all()) and not bool(value.constant.any())
@@ -184,7 +189,9 @@ def _head(logits: Value, entrance: Entrance, program: Program) -> tuple[Point, H
 def check_evaluating(model: nn.Module) -> None:
     """Refuses a model in training mode."""
     for path, module in model.named_modules():
-        if module.training and (any(True for _ in module.children()) or type(module).forward is not nn.Identity.forward):
+        if module.training and (
+            any(True for _ in module.children()) or type(module).forward is not nn.Identity.forward
+        ):
             name = f"module {path!r}" if path else "the model"
             raise ConversionError(
                 f"{name} ({type(module).__name__}) is in training mode, where dropout may act; call model.eval() first"

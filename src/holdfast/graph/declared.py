@@ -23,7 +23,8 @@ def declared(model: nn.Module) -> tuple[Network, Callable[[Any], Tensor]] | None
     """
     if getattr(model, "to_network", None) is None or not _stands_by(model):
         return None
-    network = model.to_network()
+    ask: Any = model.to_network
+    network = ask()
     if not isinstance(network, Network):
         raise ConversionError(
             f"{type(model).__name__} has a to_network that returned {type(network).__name__}; expected a Network"

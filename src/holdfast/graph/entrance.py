@@ -89,7 +89,7 @@ class Entrance:
         if self.node.op == "placeholder":
             return feed[self.node.name].double().reshape(1, *self.moving.point.shape)
         weight, ids = self.program.arguments(self.node, feed)[:2]
-        rows = weight.double()[ids].reshape(-1, weight.shape[-1])
+        rows: Tensor = weight.double()[ids].reshape(-1, weight.shape[-1])
         return (rows if self.kept is None else rows[self.kept]).unsqueeze(0)
 
     def logits(self, x: Float64[Tensor, "1 n d"], one: ModelInputs) -> Float64[Tensor, "1 classes"]:

@@ -67,7 +67,7 @@ class Polynomial:
             return self
         total = Polynomial(())
         for monomial, c in self.terms:
-            for (name, argument), power in monomial:
+            for (name, _), power in monomial:
                 c *= s**power if name == "x" else 1.0
             factors = (((name, argument and argument.at(s)), power) for (name, argument), power in monomial)
             total += Polynomial.of({tuple(sorted(factors, key=repr)): c})
@@ -172,7 +172,12 @@ def _by_shape(p: Polynomial) -> list[tuple[Monomial, float]]:
 
 
 def _shape(monomial: Monomial) -> str:
-    return repr([(name, power, argument and [_shape(m) for m, _ in _by_shape(argument)]) for (name, argument), power in monomial])
+    return repr(
+        [
+            (name, power, argument and [_shape(m) for m, _ in _by_shape(argument)])
+            for (name, argument), power in monomial
+        ]
+    )
 
 
 def _slope(argument: Polynomial | None) -> float | None:
@@ -198,7 +203,7 @@ def _function(formula: Polynomial, name: str) -> tuple[float, float, float] | No
 
 
 def _logistic(formula: Polynomial) -> Recognised | None:
-    """a σ(c x) + b = a/2 tanh(c x/2) + a/2 + b; c is halved exactly."""
+    """A σ(c x) + b = a/2 tanh(c x/2) + a/2 + b; c is halved exactly."""
     found = _function(formula, "sigmoid")
     if found is None:
         return None
@@ -207,7 +212,7 @@ def _logistic(formula: Polynomial) -> Recognised | None:
 
 
 def _leaky(formula: Polynomial) -> Recognised | None:
-    """s x + t relu(x), as a leaky relu of slope in [-1, 1]: s + t times that of slope s/(s + t), or mirrored."""
+    """S x + t relu(x), as a leaky relu of slope in [-1, 1]: s + t times that of slope s/(s + t), or mirrored."""
     terms, constant = _split(formula)
     by_name = {m[0][0][0]: (m, c) for m, c in terms if len(m) == 1 and m[0][1] == 1}
     if by_name.keys() != {"x", "relu"} or len(terms) != 2 or by_name["relu"][0][0][0][1] != X:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 from collections.abc import Callable, Mapping
@@ -65,7 +64,7 @@ def converted(inputs: ModelInputs, dtype: torch.dtype) -> ModelInputs:
             "such as a tokenizer returns"
         )
     if isinstance(inputs, Tensor):
-        return _cast(inputs, dtype)
+        return inputs.to(dtype) if inputs.is_floating_point() else inputs
     if isinstance(inputs, Mapping):
         return {name: _cast(value, dtype) for name, value in inputs.items()}
     return tuple(_cast(value, dtype) for value in inputs)
@@ -79,17 +78,12 @@ def model_logits(model: nn.Module, inputs: ModelInputs) -> Tensor:
     """What the model returns: logits (b, classes), or (b, n, classes) of a decoder."""
     args, kwargs = arguments(inputs)
     try:
-        logits = logits_of(model(*args, **kwargs))
+        output = model(*args, **kwargs)
     except HoldfastError:
         raise
     except Exception as error:  # whatever the model's own code raises
         raise ConversionError(f"{type(model).__name__} cannot be run: {reason(error)}") from error
-    if not isinstance(logits, Tensor) or logits.ndim not in (2, 3):
-        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ConversionError(
-            f"{type(model).__name__} returned {found}; expected a classifier with logits (b, classes)"
-        )
-    return logits
+    return logits_of(output, type(model).__name__)
 
 
 @torch.no_grad()
@@ -100,6 +94,8 @@ def check_equal(
     inputs: ModelInputs,
     encode: Callable[[ModelInputs], Tensor],
     model_inputs: Callable[[ModelInputs], ModelInputs],
+    *,
+    around: bool,
 ) -> Equality:
     """Compares a network with its model, in float64: on the batch, and around its first inputs.
 
@@ -110,6 +106,7 @@ def check_equal(
         inputs: a batch of inputs.
         encode: these as the network takes them.
         model_inputs: these as the model takes them, normalised where that is part of the network.
+        around: whether points around the inputs are compared, too.
 
     Raises:
         ConversionError: they differ; the message says by how much.
@@ -121,19 +118,27 @@ def check_equal(
     most = SINGLE if single else TOLERANCE
     worst = compare(network, x, answer, most)
     count = len(x)
-    for one in each_of(inputs)[:_AROUND]:
+    for one in each_of(inputs)[:_AROUND] if around else ():
         for number, radius in enumerate(RADII):
-            moved = around(encode(one), radius, number)
+            moved = _beside(encode(one), radius, number)
             real = _logits_at(entrance, model, one, moved, model_inputs)
             if real is not None:
                 worst = max(worst, compare(network, moved, real, TOLERANCE))
                 count += 1
-    pair = _in_company(each_of(inputs)[0])
-    with contextlib.suppress(ConversionError):  # the model takes one input at a time
-        logits = model_logits(model, model_inputs(pair))
-        answer = logits if entrance is None else entrance.answer(logits)
-    compare(network, x[:1], answer[:1], most, "the model with another input in the batch")
+    if around:
+        pair = _answer_in_company(entrance, model, model_inputs(each_of(inputs)[0]))
+        if pair is not None:
+            compare(network, x[:1], pair, most, "the model with another input in the batch")
     return Equality(count, worst)
+
+
+def _answer_in_company(entrance: Entrance | None, model: nn.Module, one: ModelInputs) -> Tensor | None:
+    """What the model answers to an input with another one beside it; None where it takes one at a time."""
+    try:
+        logits = model_logits(model, _in_company(one))[:1]
+    except ConversionError:
+        return None
+    return logits if entrance is None else entrance.answer(logits)
 
 
 def check_as_it_runs(
@@ -171,11 +176,12 @@ def _in_company(one: ModelInputs) -> ModelInputs:
     return tuple(beside(value) for value in one)
 
 
-def around(x: Float64[Tensor, "1 n d"], radius: float, seed: int) -> Float64[Tensor, "1 n d"]:
+def _beside(x: Float64[Tensor, "1 n d"], radius: float, seed: int) -> Float64[Tensor, "1 n d"]:
     """A point at a distance from x that is `radius` times its length."""
     step = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     length = torch.linalg.vector_norm(x).clamp(min=1.0)
-    return x + step * (radius * length / torch.linalg.vector_norm(step))
+    moved: Tensor = x + step * (radius * length / torch.linalg.vector_norm(step))
+    return moved
 
 
 def _logits_at(

@@ -7,7 +7,8 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, final
 from unittest import mock
 
@@ -44,6 +45,8 @@ class Program:
         inputs: the names of the placeholders of the model's own inputs, in order.
         output: the node of the logits.
         name: of the model's class.
+        model: whose weights `given` holds, and may change in place.
+        keys: under which name of the model's state each of these weights stands.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -52,6 +55,12 @@ class Program:
     output: fx.Node
     name: str
     model: nn.Module = field(repr=False)
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+    def current(self) -> Program:
+        """The same operators with the weights that the model has now."""
+        state = self.model.state_dict()
+        return replace(self, given={**self.given, **{name: state[key] for name, key in self.keys.items()}})
 
     def execute(self, feed: Mapping[str, Tensor], moving: Mapping[fx.Node, Tensor]) -> Tensor:
         """The logits, with the given values of some nodes; behind these, casts to smaller floats do nothing."""
@@ -86,6 +95,14 @@ class Program:
         found: tuple[Any, ...] = fx.node.map_arg(node.args, values.__getitem__)
         return found
 
+    def dependent(self) -> set[fx.Node]:
+        """Every node that depends on the model's inputs."""
+        found: set[fx.Node] = set()
+        for node in self.nodes:
+            if node.name in self.inputs or any(source in found for source in node.all_input_nodes):
+                found.add(node)
+        return found
+
     def casts(self, moving: fx.Node) -> bool:
         """Whether something behind the node is computed in a smaller float than float64."""
         behind = {moving}
@@ -103,7 +120,7 @@ class Program:
             if node.name in self.given:
                 return self.given[node.name]
             return feed.get(node.name, node.meta.get("val"))
-        args, kwargs = (fx.node.map_arg(given, values.__getitem__) for given in (node.args, node.kwargs))
+        args, kwargs = looked_up(node, values)
         if lifted:
             args, kwargs = (torch.utils._pytree.tree_map(_lifted, given) for given in (args, kwargs))
         with torch.no_grad():
@@ -130,24 +147,21 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
         ConversionError: it cannot be recorded, or changes its own buffers; the message says why.
     """
     args, kwargs = arguments(inputs)
-    flags = [p.requires_grad for p in model.parameters()]
-    last = model.register_forward_hook(lambda module, given, found: logits_of(found) if output else found)
     before = _attributes(model)
     try:
         with torch.no_grad(), _quiet(), _masks_as_given():
-            exported = torch.export.export(model, args, kwargs, strict=False)
+            exported = torch.export.export(_Answering(model, output), args, kwargs, strict=False)
             exported = exported.run_decompositions(_Opened())
+    except ConversionError:
+        raise
     except Exception as error:  # whatever the model's own code raises
         raise ConversionError(f"{type(model).__name__} cannot be read: {reason(error)}") from error
-    finally:
-        last.remove()
-        for p, flag in zip(model.parameters(), flags, strict=True):
-            p.requires_grad_(flag)
     signature = exported.graph_signature
     changed = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
-    if changed:
+    written = [name.removeprefix("model.") for name in changed.values()]
+    if written:
         raise ConversionError(
-            f"{type(model).__name__} writes to {', '.join(sorted(changed.values()))} when it runs; a certificate is "
+            f"{type(model).__name__} writes to {', '.join(sorted(written))} when it runs; a certificate is "
             "about a model that does not change"
         )
     after = _attributes(model)
@@ -160,7 +174,7 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
     for node in exported.graph.nodes:
         if _draws(node):
             raise ConversionError(f"{Where(node)} draws at random; a certificate needs one formula for all runs")
-    given, names = dict[str, Tensor](), list[str]()
+    given, names, keys = dict[str, Tensor](), list[str](), dict[str, str]()
     for spec in signature.input_specs:
         name = spec.arg.name
         if spec.kind == InputKind.USER_INPUT:
@@ -169,15 +183,17 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
             given[name] = exported.constants[spec.target]
         else:
             given[name] = exported.state_dict[spec.target].detach()
+            keys[name] = str(spec.target).removeprefix("model.")
     nodes = tuple(exported.graph.nodes)
     tensors = [name for name in names if any(n.name == name and isinstance(n.meta.get("val"), Tensor) for n in nodes)]
     return Program(
         tuple(n for n in nodes if n.op != "output"),
         given,
         tuple(tensors),
-        _logits(exported, type(model).__name__) if output else nodes[-1],
+        nodes[-1].args[0][0],
         type(model).__name__,
         model,
+        keys,
     )
 
 
@@ -209,7 +225,7 @@ class _Opened(dict[Any, Callable[..., Any]]):
     """Operators made of others are taken apart, unless they are read as they are."""
 
     def __init__(self) -> None:
-        table = torch.export.default_decompositions()
+        table: Any = torch.export.default_decompositions()
         super().__init__(
             {
                 op: decompose
@@ -254,7 +270,9 @@ def _quiet() -> Iterator[None]:
 
 def _masks_as_given() -> contextlib.AbstractContextManager[Any]:
     """`nn.TransformerEncoder` looks whether its mask is causal, to be faster: the only branch on values in torch."""
-    return mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", lambda mask, causal, size: bool(causal))
+    return mock.patch.object(
+        torch.nn.modules.transformer, "_detect_is_causal_mask", lambda mask, causal, size: bool(causal)
+    )
 
 
 def reason(error: Exception) -> str:
@@ -263,26 +281,42 @@ def reason(error: Exception) -> str:
     if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__:
         line = re.search(r'File "([^"]+)", line (\d+)', text[text.rfind("Traceback") :]) if "File" in text else None
         where = f" ({line[1]}, line {line[2]})" if line else ""
-        return f"its Python code branches on the values of tensors{where}; a certificate needs one formula for all inputs"
+        return (
+            f"its Python code branches on the values of tensors{where}; a certificate needs one formula for all inputs"
+        )
     words = " ".join(text.split())
     return f"{type(error).__name__}: {words[:300]}" if words else type(error).__name__
 
 
-def logits_of(output: Any) -> Any:
-    """The logits in what a classifier returns: the tensor itself, alone in a tuple, or called logits; else the output."""
-    if isinstance(output, tuple) and len(output) == 1:
-        return output[0]
-    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    return output if found is None else found
+@final
+class _Answering(nn.Module):
+    """A model that returns tensors alone: its logits, or whatever tensors it returns."""
+
+    def __init__(self, model: nn.Module, logits: bool) -> None:
+        super().__init__()
+        self.model, self._logits = model, logits
+        self.train(model.training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        returned = self.model(*args, **kwargs)
+        if self._logits:
+            return logits_of(returned, type(self.model).__name__)
+        values = returned.values() if isinstance(returned, Mapping) else returned
+        values = (values,) if isinstance(values, Tensor) else values
+        return tuple(value for value in values if isinstance(value, Tensor))
 
 
-def _logits(exported: Any, name: str) -> fx.Node:
-    """The node of the tensor that the model returns."""
-    (end,) = (n for n in exported.graph.nodes if n.op == "output")
-    leaves = [leaf for leaf in end.args[0] if isinstance(leaf, fx.Node)]
-    if len(leaves) != 1:
-        raise ConversionError(f"{name} returns {len(leaves)} tensors and none called logits; expected logits alone")
-    return leaves[0]
+def logits_of(returned: Any, name: str) -> Tensor:
+    """The one tensor that a model returned, or its `logits`."""
+    found = returned
+    if not isinstance(returned, Tensor):
+        found = returned.get("logits") if isinstance(returned, Mapping) else getattr(returned, "logits", None)
+    if isinstance(returned, tuple | list) and len(returned) == 1:
+        found = returned[0]
+    if not isinstance(found, Tensor) or found.ndim not in (2, 3):
+        shown = tuple(found.shape) if isinstance(found, Tensor) else type(returned).__name__
+        raise ConversionError(f"{name} returned {shown}; expected a classifier with logits (b, classes)")
+    return found
 
 
 # -- reading
@@ -295,8 +329,10 @@ class Where:
     def __init__(self, node: fx.Node) -> None:
         self.operator = _name(node.target)
         stack = node.meta.get("nn_module_stack") or {}
-        self.module = next((path for path, _ in reversed(stack.values()) if path), "")
+        paths = [path.removeprefix("model").removeprefix(".") for path, _ in stack.values() if path]
+        self.module = paths[-1] if paths else ""
         lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+        lines = [line for line in lines if Path(line[0]).parent != Path(__file__).parent]
         own = [line for line in lines if "/torch/" not in line[0]]
         self.line = "{}:{}".format(*(own or lines)[-1]) if lines else ""
 
@@ -322,7 +358,7 @@ class Walk:
 
     def run(self, moving: Mapping[fx.Node, Value]) -> Value:
         """The logits as a function of the given nodes, which move."""
-        depends = _depends(self._program)
+        depends = self._program.dependent()
         for node in self._program.nodes:
             if node in moving:
                 self.values[node] = moving[node]
@@ -330,7 +366,7 @@ class Walk:
             if not any(_moves(leaf) for source in node.all_input_nodes for leaf in _leaves(self.values[source])):
                 self.values[node] = self._program.evaluate(node, self._feed, self.values, lifted=False)
                 continue
-            args, kwargs = (fx.node.map_arg(given, self.values.__getitem__) for given in (node.args, node.kwargs))
+            args, kwargs = looked_up(node, self.values)
             for source in node.all_input_nodes:
                 if source in depends and isinstance(self.values[source], Tensor):
                     self.frontier[source] = self.values[source]
@@ -356,7 +392,16 @@ def _check_rounding(node: fx.Node, value: Any) -> None:
     """Refuses what moves in other numbers than float32 and float64: a step's rounding must be too small to matter."""
     for leaf, known in zip(_leaves(value), _leaves(node.meta.get("val")), strict=False):
         if _moves(leaf) and isinstance(known, Tensor) and known.dtype not in (torch.float32, torch.float64):
-            raise ConversionError(f"{Where(node)} turns something that moves into {known.dtype}; use float32 or float64")
+            raise ConversionError(
+                f"{Where(node)} turns something that moves into {known.dtype}; use float32 or float64"
+            )
+
+
+def looked_up(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A node's arguments, with values in the place of nodes."""
+    args: Any = fx.node.map_arg(node.args, values.__getitem__)
+    kwargs: Any = fx.node.map_arg(node.kwargs, values.__getitem__)
+    return args, kwargs
 
 
 def _lifted(value: Any) -> Any:
@@ -372,12 +417,3 @@ def _leaves(value: Any) -> list[Any]:
 
 def _moves(value: object) -> bool:
     return isinstance(value, Value) and not isinstance(value, Tensor)
-
-
-def _depends(program: Program) -> set[fx.Node]:
-    """Every node that depends on the model's inputs."""
-    found: set[fx.Node] = set()
-    for node in program.nodes:
-        if node.name in program.inputs or any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found

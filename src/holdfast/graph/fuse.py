@@ -1,6 +1,6 @@
 """Neighbouring pieces that are one: attention with its output map, the two maps of an MLP, a norm with its weights.
 
-A joint piece knows tighter constants than its parts. Nothing is rounded here: weights are put side by side, not multiplied.
+A joint piece knows tighter constants than its parts. Nothing is rounded here: weights are put side by side.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from holdfast.network.activations import SmoothActivation
 from holdfast.network.affine import Affine
 from holdfast.network.attention import Attention
 from holdfast.network.base import Piece
-from holdfast.network.embedding import AddPositions, PatchEmbedding
+from holdfast.network.embedding import AddPositions
 from holdfast.network.entries import KinkedEntries, SmoothEntries
 from holdfast.network.mlp import KinkedMlp, Mlp
 from holdfast.network.network import Residual
@@ -40,7 +40,7 @@ def fused(stages: Sequence[Piece | Residual]) -> list[Piece | Residual]:
 
 
 def fused_residual(pieces: Sequence[Piece]) -> Piece | Residual:
-    """u + f(u): attention or an MLP by itself takes the identity along, and is bounded together with it."""
+    """U + f(u): attention or an MLP by itself takes the identity along, and is bounded together with it."""
     branch = _fused(pieces)
     if len(branch) == 1:
         (piece,) = branch
@@ -136,4 +136,4 @@ def changed(layer: AttentionLayer, **changes: object) -> AttentionLayer:
     """The layer with some of its arguments changed."""
     names = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o", "scale", "residual", "mask", "causal", "rotary")
     fields = {name: getattr(layer, name) for name in (*names, "score_bias")}
-    return AttentionLayer(**(fields | changes))  # type: ignore[arg-type]
+    return AttentionLayer(**(fields | changes))

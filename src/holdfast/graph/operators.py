@@ -28,13 +28,16 @@ def _operator(*names: str) -> Callable[[Operator], Operator]:
 # -- what moves entries about; the operator itself acts on the index tensors
 
 
-@_operator(
+_REARRANGING = (
     "view", "reshape", "_unsafe_view", "_reshape_alias", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose",
     "permute", "t", "numpy_T", "movedim", "swapaxes", "expand", "expand_as", "repeat", "repeat_interleave", "slice",
     "select", "narrow", "index_select", "unbind", "chunk", "split", "split_with_sizes", "roll", "flip", "unfold",
     "diagonal", "view_as", "tril", "triu", "gather", "tile", "as_strided", "take_along_dim", "rot90", "pixel_shuffle",
     "pixel_unshuffle", "contiguous", "alias", "mT", "T",
 )  # fmt: skip
+
+
+@_operator(*_REARRANGING)
 def _move(reader: Reader, target: Any, x: Value, *args: Any, **kwargs: Any) -> Any:
     if isinstance(x, Tensor):
         refuse("places a constant by something that moves")
@@ -46,11 +49,15 @@ def _move(reader: Reader, target: Any, x: Value, *args: Any, **kwargs: Any) -> A
     if name in ("view_as", "expand_as"):
         shape = _shape(args[0])
         return reader.rearranged(x, lambda t: t.reshape(shape) if name == "view_as" else t.expand(shape))
-    fixed = [arg if not isinstance(arg, Tensor) else arg for arg in args]
     if name in ("unbind", "chunk", "split", "split_with_sizes"):
-        count = len(target(torch.empty(_shape(x)), *fixed, **kwargs))
-        return tuple(reader.rearranged(x, lambda t, i=i: target(t, *fixed, **kwargs)[i]) for i in range(count))
-    return reader.rearranged(x, lambda t: target(t.contiguous() if name in _STRIDED else t, *fixed, **kwargs))
+        count = len(target(torch.empty(_shape(x)), *args, **kwargs))
+        return tuple(reader.rearranged(x, _part(target, i, args, kwargs)) for i in range(count))
+    return reader.rearranged(x, lambda t: target(t.contiguous() if name in _STRIDED else t, *args, **kwargs))
+
+
+def _part(target: Any, place: int, args: Any, kwargs: Any) -> Callable[[Tensor], Tensor]:
+    """One of several tensors that an operator returns."""
+    return lambda t: target(t, *args, **kwargs)[place]
 
 
 _STRIDED = {"view", "_unsafe_view", "_reshape_alias", "as_strided"}
@@ -101,10 +108,18 @@ def _fill(reader: Reader, target: Any, place: Value, number: Any) -> Value:
     return reader.rearranged(_value(number), lambda t: t.expand(shape))
 
 
-@_operator("clone", "detach", "lift_fresh_copy", "alias", "_to_copy", "to", "float", "double", "type_as", "dropout",
-           "native_dropout", "feature_dropout", "alpha_dropout")  # fmt: skip
+_PASSING = (
+    "clone", "detach", "lift_fresh_copy", "alias", "_to_copy", "to", "float", "double", "type_as", "dropout",
+    "native_dropout", "feature_dropout", "alpha_dropout",
+)  # fmt: skip
+
+#: Operators that change nothing but the places of entries.
+MOVING = {*_REARRANGING, *_PASSING, "getitem", "index", "cat", "concat", "stack", "constant_pad_nd"}
+
+
+@_operator(*_PASSING)
 def _same(reader: Reader, target: Any, x: Value, *args: Any, **kwargs: Any) -> Value:
-    """Casts between floating-point types change nothing but rounding; dropout does nothing when a model is evaluated."""
+    """Casts between floating-point types change nothing but rounding; dropout does nothing in evaluation."""
     name = target._schema.name.partition("::")[2]
     if "dropout" in name and len(args) > 1 and args[1] and args[0]:
         refuse("drops entries at random; call model.eval(), and leave out dropout that is always on")
@@ -261,6 +276,8 @@ def _matmul(reader: Reader, target: Any, a: Value, b: Value) -> Value:
 
 @_operator("addmm", "baddbmm", "addmv")
 def _addmm(reader: Reader, target: Any, c: Value, a: Value, b: Value, beta: float = 1.0, alpha: float = 1.0) -> Value:
+    if isinstance(b, Tensor) and isinstance(c, Tensor) and b.ndim == 2 and c.ndim == 1 and alpha == beta == 1:
+        return reader.linear(a, b.mT, c)
     product = reader.multiply(reader.matmul(a, b), torch.tensor(float(alpha), dtype=torch.float64))
     return product if beta == 0 else reader.add(product, c, float(beta))
 
@@ -287,12 +304,14 @@ def _convolution(reader: Reader, target: Any, x: Value, weight: Value, bias: Val
                  dilation: Any, transposed: bool, output_padding: Any, groups: int) -> Value:  # fmt: skip
     if transposed:
         refuse("is a transposed convolution")
-    return _conv(reader, target, x, weight, bias, stride, padding, dilation, groups)
+    found: Value = _conv(reader, target, x, weight, bias, stride, padding, dilation, groups)
+    return found
 
 
 @_operator("avg_pool2d")
 def _avg_pool(reader: Reader, target: Any, x: Value, kernel: Any, stride: Any = None, padding: Any = 0,
-              ceil_mode: bool = False, count_include_pad: bool = True, divisor: int | None = None) -> Value:  # fmt: skip
+              ceil_mode: bool = False, count_include_pad: bool = True,
+              divisor: int | None = None) -> Value:  # fmt: skip
     size = _wide(kernel, 2)
     if ceil_mode or (not count_include_pad and any(_wide(padding, 2))):
         refuse("averages windows of different sizes")
@@ -333,7 +352,8 @@ def _group_norm(reader: Reader, target: Any, x: Value, groups: int, weight: Tens
 
 @_operator("batch_norm")
 def _batch_norm(reader: Reader, target: Any, x: Value, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None,
-                variance: Tensor | None, training: bool, momentum: float, eps: float, cudnn: bool = False) -> Value:  # fmt: skip
+                variance: Tensor | None, training: bool, momentum: float, eps: float,
+                cudnn: bool = False) -> Value:  # fmt: skip
     if training or mean is None or variance is None:
         refuse("normalises by the batch; call model.eval(), and keep running statistics")
     return _by_statistics(reader, x, weight, bias, mean, variance, eps)

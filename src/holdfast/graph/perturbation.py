@@ -5,6 +5,7 @@ Radii are l2 norms of the change of the input, in its own units. Fewer moving nu
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -24,12 +25,13 @@ from holdfast.network.base import Piece
 from holdfast.network.embedding import AddPositions, Place
 from holdfast.network.network import Network, Residual, run
 from holdfast.network.selection import Selection
+from holdfast.storage import read_tensors
 
-#: What moves. "pixels" and "embeddings": all of the input. ("word", i) and ("words", [i, j]): some words, by their places
-#: among those that are no padding. ("layer", k): the input of a block, from 0 on. ("patch", (top, left, height, width))
-#: and ("patches", […]): rectangles of pixels in all channels. ("mask", m): the entries where the bool tensor m, of the
-#: input's shape, is True. ("directions", D): sums of the tensors D (k, …input). "brightness", "contrast" and "colour":
-#: all pixels alike, the image against its mean, and each channel by itself.
+#: What moves. "pixels" and "embeddings": all of the input. ("word", i) and ("words", [i, j]): some words, by their
+#: places among those that are no padding. ("layer", k): the input of a block, from 0 on. ("patch", (top, left, height,
+#: width)) and ("patches", […]): rectangles of pixels in all channels. ("mask", m): the entries where the bool tensor m,
+#: of the input's shape, is True. ("directions", D): sums of the tensors D (k, …input). "brightness", "contrast" and
+#: "colour": all pixels alike, the image against its mean, and each channel by itself.
 Perturbation = (
     Literal["pixels", "embeddings", "brightness", "contrast", "colour"]
     | tuple[Literal["word", "layer"], int]
@@ -78,9 +80,11 @@ def perturbed(
     if name == "layer":
         return _from_layer(network, encode, given)
     if example is None:
-        raise InputError(f"perturb is {_shown(perturb)}, and there is no example; pass the inputs around which it moves")
+        raise InputError(
+            f"perturb is {_shown(perturb)}, and there is no example; pass the inputs around which it moves"
+        )
     x = encode(example)
-    if name in ("word", "words"):
+    if name in ("word", "words") and given is not None:
         return _words(network, kind, encode, x, perturb, [given] if name == "word" else given)
     if name in ("patch", "patches", "mask"):
         return _behind(network, encode, x, _chosen(x, example, name, given))
@@ -109,7 +113,9 @@ def _words(network: Network, kind: Kind | None, encode: Encode, x: Tensor, pertu
         raise InputError(f"perturb is {perturb!r}, and the input of {network.name} is an image; expected words")
     whole = isinstance(places, list | tuple) and places and all(isinstance(p, int) for p in places)
     if not whole or len(set(places)) < len(places) or not all(0 <= p < x.shape[-2] for p in places):
-        raise InputError(f"perturb is {perturb!r}; the example has words 0 to {x.shape[-2] - 1}, each may be named once")
+        raise InputError(
+            f"perturb is {perturb!r}; the example has words 0 to {x.shape[-2] - 1}, each may be named once"
+        )
     start = torch.zeros_like(x[:, : len(places)])
     return Moved(network.before(Place(x, places)), _displacement(encode, x, start))
 
@@ -185,7 +191,9 @@ def _rectangles(example: ModelInputs, patches: Any) -> Tensor:
         top, left, height, width = patch
         inside = 0 <= top < top + height <= mask.shape[-2] and 0 <= left < left + width <= mask.shape[-1]
         if not inside:
-            raise InputError(f"the patch {patch!r} is not inside an image of {mask.shape[-2]} x {mask.shape[-1]} pixels")
+            raise InputError(
+                f"the patch {patch!r} is not inside an image of {mask.shape[-2]} x {mask.shape[-1]} pixels"
+            )
         mask[..., top : top + height, left : left + width] = True
     return mask
 
@@ -220,13 +228,14 @@ def _ready(image: Tensor, name: str) -> Tensor:
     if name == "contrast":
         return (image[0] - image[0].mean()).reshape(1, -1)
     channels = one.shape[0] if one.ndim == 3 else 1
-    return torch.block_diag(*one.reshape(channels, 1, -1).unbind(0))
+    each = one.reshape(channels, -1)
+    return (torch.eye(channels, dtype=torch.float64).unsqueeze(-1) * each).flatten(1)
 
 
 def orthonormal(rows: Float64[Tensor, "k N"]) -> Float64[Tensor, "r N"]:
     """A basis Q of the directions' span in float64, such that every sum g of its rows is a Q with ‖a‖ <= ‖g‖.
 
-    Rows that are orthonormal up to rounding are enlarged by 2^-40, and it is proved that this suffices: with E = QQᵀ - I,
+    Rows that are orthonormal up to rounding are enlarged by 2^-40, which is proved to suffice: with E = QQᵀ - I,
     ‖aQ‖² = ‖a‖² + aEaᵀ >= ‖a‖² (1 - ‖E‖_F).
     """
     if not bool(rows.isfinite().all()):
@@ -240,4 +249,51 @@ def orthonormal(rows: Float64[Tensor, "k N"]) -> Float64[Tensor, "r N"]:
     off = B @ B.mT - torch.eye(rank, dtype=torch.float64)
     if not float(frobenius(off).upper) < 2.0**-41:
         raise InputError(f"{len(rows)} directions could not be made orthonormal; pass fewer, or better scaled ones")
-    return Q * (1 + 2.0**-40)
+    enlarged: Tensor = Q * (1 + 2.0**-40)
+    return enlarged
+
+
+# -- in words
+
+
+def spelled(perturb: Perturbation) -> str:
+    """What moves, in words that `read_perturbation` takes; tensors by their SHA-256."""
+    if isinstance(perturb, str):
+        return perturb
+    name, given = _pair(perturb)
+    if isinstance(given, Tensor):
+        content = given.detach().cpu().contiguous()
+        digest = hashlib.sha256(content.reshape(-1).view(torch.uint8).numpy().tobytes())
+        return f"{name}:sha256={digest.hexdigest()}"
+    if name == "patches":
+        return "patches:" + ";".join(",".join(map(str, patch)) for patch in given)
+    return f"{name}:{given if isinstance(given, int) else ','.join(map(str, given))}"
+
+
+def read_perturbation(text: str) -> Perturbation:
+    """What moves, from words: "pixels", "word:3", "words:1,4", "patch:0,0,4,4", "mask:file.safetensors" and so on."""
+    name, colon, rest = text.partition(":")
+    if not colon and name in ("pixels", "embeddings", "brightness", "contrast", "colour"):
+        return name  # type: ignore[return-value]
+    if name in ("mask", "directions") and rest.startswith("sha256="):
+        raise InputError(f"what moves is a tensor ({text[:24]}…) that the file does not hold; pass it as perturb")
+    if name in ("mask", "directions") and rest:
+        tensors = read_tensors(rest)
+        if len(tensors) != 1:
+            raise InputError(f"{rest} holds {len(tensors)} tensors; expected one, the {name}")
+        return name, next(iter(tensors.values()))  # type: ignore[return-value]
+    try:
+        numbers = [[int(number) for number in part.split(",")] for part in rest.split(";")]
+    except ValueError:
+        numbers = []
+    match name, numbers:
+        case (("word" | "layer"), [[number]]):
+            return name, number
+        case (("words" | "patch"), [several]):
+            return name, several  # type: ignore[return-value]
+        case "patches", [_, *_]:
+            return "patches", numbers
+    raise InputError(
+        f"the perturbation is {text!r}; expected pixels, embeddings, word:3, words:1,4, layer:1, patch:TOP,LEFT,HEIGHT,"
+        "WIDTH, patches:…;…, mask:FILE, directions:FILE, brightness, contrast or colour"
+    )

@@ -1,7 +1,7 @@
 """Tokens that nothing needs are left out: padding, and all but the class token behind the last attention.
 
-From the end of the chain to its beginning: which rows of a stage's output are needed decides which rows of its input are.
-A token by itself needs itself; a query needs the keys that it may attend to.
+From the end of the chain to its beginning: which rows of a stage's output are needed decides which rows of its input
+are. A token by itself needs itself; a query needs the keys that it may attend to.
 """
 
 from __future__ import annotations
@@ -65,20 +65,26 @@ def _rows(stage: Stage, needed: Rows, n: int) -> Rows | None:
         rows: Rows | None = needed
         for piece in reversed(stage.pieces):
             rows = None if rows is None or _pools(piece) else _rows(piece, rows, n)
-        return None if rows is None else torch.unique(torch.cat([rows, needed]))
+        return None if rows is None else _distinct(rows, needed)
     if isinstance(stage, Attention):
         allowed = stage.layer.allowed(n)
         if allowed is None:
             return torch.arange(n)
-        return torch.unique(torch.cat([allowed[needed].any(0).nonzero().flatten(), needed]))
+        return _distinct(allowed[needed].any(0).nonzero().flatten(), needed)
     if isinstance(stage, (*_ALIKE, Scale, AddPositions)):
         return needed
     if isinstance(stage, ClassToken):
         return torch.tensor([stage.index])
     if isinstance(stage, Selection):
         entries = stage.index[needed].flatten()
-        return torch.unique(entries[entries >= 0] // stage.shape[1])
+        return _distinct(entries[entries >= 0] // stage.shape[1])
     return torch.arange(stage.skip, n) if isinstance(stage, MeanPool) else None
+
+
+def _distinct(*rows: Rows) -> Rows:
+    """All of them once, sorted."""
+    found: Tensor = torch.unique(torch.cat(rows))
+    return found
 
 
 def _pools(stage: Stage) -> bool:

@@ -1,7 +1,7 @@
 """The operators of a network, on tensors that move and tensors that do not: what every kind of graph is read by.
 
-A front end (`holdfast.graph.export`, `holdfast.graph.onnx`) walks a graph and calls these methods. Each returns what the
-operator computes as a function of what moves, or refuses; nothing depends on names of classes or attributes.
+A front end walks a graph (`holdfast.graph.export`) and calls these methods. Each returns what the operator computes
+as a function of what moves, or refuses; nothing depends on names of classes or attributes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.errors import ConversionError
 from holdfast.graph import structure
 from holdfast.graph.entrywise import FUNCTIONS, Entrywise, Polynomial, X, recognise
 from holdfast.graph.scores import Attended, Scores, attend, product
-from holdfast.graph.values import Map, Moving, Point, Step, Term, added, joined, multiple, same
+from holdfast.graph.values import Map, Moving, Point, Step, Term, added, broadcast, joined, multiple, same
 from holdfast.network.activations import Activation, SmoothActivation
 from holdfast.network.base import Piece
 from holdfast.network.embedding import PatchEmbedding
@@ -56,13 +56,13 @@ class MeanSquare:
 Value = Tensor | Moving | Entrywise | Scores | MeanSquare
 
 
-class UnknownOperator(ConversionError):
+class UnknownOperatorError(ConversionError):
     """An operator, or how it is used, has no counterpart among the pieces of networks."""
 
 
 def refuse(why: str) -> NoReturn:
     """What stands in the way, in words that follow the operator's name."""
-    raise UnknownOperator(why)
+    raise UnknownOperatorError(why)
 
 
 @final
@@ -107,9 +107,7 @@ class Reader:
         found = joined(settled, join)
         return found if found is not None else self._joined_points(settled, join)
 
-    def _joined_points(
-        self, parts: Sequence[Moving | Tensor], join: Callable[[list[Tensor]], Tensor]
-    ) -> Moving:
+    def _joined_points(self, parts: Sequence[Moving | Tensor], join: Callable[[list[Tensor]], Tensor]) -> Moving:
         """A concatenation of tensors that depend on different points: these in one row, then their entries."""
         rows = [structure.matrix_of(part, (1, part.row.numel())) for part in parts if isinstance(part, Moving)]
         width = sum(row.shape[1] for row in rows)
@@ -146,7 +144,7 @@ class Reader:
         found = added(left, right)
         if found is not None:
             return found
-        shape = torch.broadcast_shapes(left.shape, right.shape)
+        shape = broadcast(left.shape, right.shape)
         point = structure.sum_of([left.expand(shape), right.expand(shape)])
         return point.view(shape)
 
@@ -233,7 +231,7 @@ class Reader:
 
     def _product(self, a: Moving, b: Moving) -> Moving:
         """Entry by entry, of two tensors that move."""
-        shape = torch.broadcast_shapes(a.shape, b.shape)
+        shape = broadcast(a.shape, b.shape)
         a, b = a.expand(shape), b.expand(shape)
         tokens = structure.matrix_of(a)
         gated = structure.gate(a, b) or structure.gate(b, a) or structure.beside([a, b])
@@ -278,7 +276,7 @@ class Reader:
         if isinstance(x, Entrywise):
             return self._activated(x)
         if isinstance(x, Scores):
-            refuse("uses attention scores or probabilities other than to weigh values")
+            refuse("changes attention scores or probabilities in a way that is not known, such as a soft cap")
         refuse("uses mean squares other than to divide by their root" if isinstance(x, MeanSquare) else "does not move")
 
     def _activated(self, x: Entrywise) -> Moving:
@@ -298,7 +296,7 @@ class Reader:
     # -- maps
 
     def linear(self, x: Value, weight: Value, bias: Value | None = None) -> Value:
-        """x Aᵀ + b over the last dimension."""
+        """X Aᵀ + b over the last dimension."""
         matrix, own = _fixed(weight), _fixed(bias)
         assert matrix is not None
         if isinstance(x, Tensor):
@@ -344,7 +342,7 @@ class Reader:
             return self.rearranged(self.linear(x, w.unsqueeze(0)), lambda t: t.squeeze(-1))
         if w.ndim == 2:
             return self.linear(x, w.mT)
-        lead = torch.broadcast_shapes(x.shape[:-2], w.shape[:-2])
+        lead = broadcast(x.shape[:-2], w.shape[:-2])
         x, w = x.expand((*lead, *x.shape[-2:])), w.expand(*lead, *w.shape[-2:])
         kinds, which = torch.unique(w.reshape(-1, w.shape[-2] * w.shape[-1]), dim=0, return_inverse=True)
         n, c = x.shape[-2], w.shape[-1]
@@ -353,8 +351,14 @@ class Reader:
         return self.rearranged(every, lambda t: t.gather(-1, chosen))
 
     def convolution(
-        self, x: Value, weight: Value, bias: Value | None, stride: Sequence[int], padding: Sequence[int],
-        dilation: Sequence[int], groups: int,
+        self,
+        x: Value,
+        weight: Value,
+        bias: Value | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
     ) -> Value:
         """Over one or two dimensions of (1, channels, …)."""
         kernel, own = _fixed(weight), _fixed(bias)
@@ -473,9 +477,7 @@ class Reader:
             return x.softmax(dim)
         refuse("takes softmax of something else than attention scores; a classifier should return logits")
 
-    def attention(
-        self, q: Value, k: Value, v: Value, mask: Value | None, scale: float | None, causal: bool
-    ) -> Value:
+    def attention(self, q: Value, k: Value, v: Value, mask: Value | None, scale: float | None, causal: bool) -> Value:
         """Scaled dot-product attention (…, n, k); key-value heads are repeated where there are fewer."""
         query, key, value = self.moving(q), self.moving(k), self.moving(v)
         h, g = query.shape[-3], key.shape[-3]
@@ -508,7 +510,7 @@ class Reader:
         if isinstance(x, Scores):
             return x.filled(mask, number)
         value = self.moving(x)
-        shape = torch.broadcast_shapes(value.shape, mask.shape)
+        shape = broadcast(value.shape, mask.shape)
         return self.where(mask.expand(shape), torch.tensor(number, dtype=torch.float64).expand(shape), value)
 
     def where(self, condition: Value, a: Value, b: Value) -> Value:
@@ -520,7 +522,7 @@ class Reader:
         if isinstance(b, Scores) and isinstance(a, Tensor) and a.numel() == 1:
             return b.filled(condition, float(a))
         parts: list[Value] = [part if isinstance(part, Tensor) else self.moving(part) for part in (a, b)]
-        shape = torch.broadcast_shapes(condition.shape, *(part.shape for part in parts if not isinstance(part, Entrywise)))
+        shape = broadcast(condition.shape, *(part.shape for part in parts if not isinstance(part, Entrywise)))
         wide = [self.rearranged(part, lambda t: t.expand(shape)) for part in parts]
         if bool(condition.all()) or not bool(condition.any()):
             return wide[0] if bool(condition.all()) else wide[1]

@@ -1,4 +1,4 @@
-"""Dot-product attention as a graph writes it: a product of two tensors that move, what is done to it, softmax, values."""
+"""Dot-product attention as a graph writes it: a product of tensors that move, what is done to it, softmax, values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.attention import AttentionLayer
 from holdfast.attention.rotary import Pairing, Rotary
 from holdfast.errors import ConversionError
 from holdfast.graph import structure
-from holdfast.graph.values import FIXED, Map, Moving, Point
+from holdfast.graph.values import FIXED, Map, Moving, Point, broadcast
 from holdfast.network.attention import Attention
 
 #: A score that is not above this is out of reach for any other: the pair is masked.
@@ -22,12 +22,12 @@ FORBIDDEN = -1e30
 _SMALL = 1e-6  # what may be done to masked scores, relative to how far they are out of reach
 
 
-class UnknownAttention(ConversionError):
+class UnknownAttentionError(ConversionError):
     """Some product of tensors that move is no attention that is known; the message says what is in the way."""
 
 
 def _refuse(why: str) -> NoReturn:
-    raise UnknownAttention(why)
+    raise UnknownAttentionError(why)
 
 
 @final
@@ -72,7 +72,7 @@ class Scores:
 
     def shifted(self, term: Tensor | float) -> Scores:
         term = torch.as_tensor(term, dtype=torch.float64)
-        if self.normalised or torch.broadcast_shapes(self.shape, term.shape) != self.shape:
+        if self.normalised or broadcast(self.shape, term.shape) != self.shape:
             _refuse("something is added to attention probabilities, or scores are repeated")
         if float(term.max()) > -_SMALL * FORBIDDEN:
             _refuse("a number is added to scores that may bring masked ones into reach")
@@ -82,7 +82,7 @@ class Scores:
         """With a number in the place of masked scores."""
         if not bool(mask.any()):
             return self
-        if self.normalised or value > FORBIDDEN or torch.broadcast_shapes(self.shape, mask.shape) != self.shape:
+        if self.normalised or value > FORBIDDEN or broadcast(self.shape, mask.shape) != self.shape:
             _refuse(f"{value:g} is put in the place of scores; expected -inf or the least number of the dtype")
         return replace(self, bias=self.bias.masked_fill(mask, -torch.inf))
 
@@ -109,7 +109,7 @@ def _forbid(bias: Tensor) -> Tensor:
 
 def product(q: Moving, k: Moving) -> Scores:
     """The scores of q (…, n, k) and k (…, m, k)."""
-    lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+    lead = broadcast(q.shape[:-2], k.shape[:-2])
     heads = [t.expand((*lead, *t.shape[-2:])).reshape(-1, *t.shape[-2:]) for t in (q, k)]
     (H, n, _), m = heads[0].shape, heads[1].shape[1]
     index = torch.arange(H * n * m).reshape(*lead, n, m)
@@ -125,13 +125,17 @@ class Attended:
         layer: with each head's output by itself, w_o being an identity.
         x: the point whose tokens attend.
         value: (H, n, k) the heads' outputs.
-        windows: into how many groups the tokens fall that attend to each other only.
+        source: the point of these tokens, in any order.
+        rows: (windows, n) which row of it each token is; tokens attend to those of their own window only.
+        lonely: (windows, n) queries that may attend to no key.
     """
 
     layer: AttentionLayer
     x: Point
     value: Moving
-    windows: int
+    source: Point
+    rows: Int64[Tensor, "windows n"]
+    lonely: Bool[Tensor, "windows n"]
 
 
 def attend(scores: Scores, v: Moving, *, batch: int | None = None) -> Attended:
@@ -147,8 +151,17 @@ def attend(scores: Scores, v: Moving, *, batch: int | None = None) -> Attended:
     H, n, m = s.sizes
     v = v.reshape(-1, *v.shape[-2:])
     if len(v.row) != H or v.shape[1] != m or n != m:
-        _refuse(f"{H} heads of {n} queries and {m} keys meet values of shape {tuple(v.shape)}; expected self-attention")
-    point, found = _common([s.q, s.k, v])
+        _refuse(f"lets {n} queries attend to {m} keys: past keys, added tokens or cross-attention")
+    points = {s.q.point, s.k.point, v.point}
+    if batch is not None and len(points) > 1:
+        between = sorted({point.step.label or "a sum" for point in points if point.step is not None})
+        _refuse(
+            f"has more than linear maps before it: {', '.join(between)} of queries, keys or values"
+            if between
+            else "takes queries, keys and values from different tensors: cross-attention"
+        )
+    source, found = _common([s.q, s.k, v])
+    point = source
     rows, windows = found[0].rows, len(found[0].rows)
     if any(not torch.equal(each.rows, rows) for each in found):
         _refuse("queries, keys and values are of different tokens, or in different orders")
@@ -164,11 +177,14 @@ def attend(scores: Scores, v: Moving, *, batch: int | None = None) -> Attended:
     tensors |= _mask(s.bias.reshape(windows, H // windows, n, n), batch)
     layer = AttentionLayer(**tensors, scale=scale, rotary=_positions(rotary, windows, batch))
     h, kv = layer.h, layer.w_o.shape[1]
-    inner = structure.through(point, (windows * n, h * kv), Attention(layer), label="attention") if batch is None else (
-        Point((windows * n, h * kv))
+    inner = (
+        structure.through(point, (windows * n, h * kv), Attention(layer), label="attention")
+        if batch is None
+        else (Point((windows * n, h * kv)))
     )
     value = inner.view((windows, n, h, kv)).rearranged(lambda t: t.movedim(2, 1).reshape(H, n, kv))
-    return Attended(layer, point, value, windows)
+    lonely = (s.bias.reshape(windows, H // windows, n, n)[:, 0] == -torch.inf).all(-1)
+    return Attended(layer, point, value, source, rows, lonely)
 
 
 @final
@@ -182,7 +198,7 @@ class _Heads:
     map: Map
 
     def weight(self, gain: Tensor) -> tuple[Tensor, Tensor]:
-        """w (h, d, k) and b (h, k), each column times a number."""
+        """W (h, d, k) and b (h, k), each column times a number."""
         w = self.map.matrix[:, self.columns[0]].movedim(0, 1)
         return w * gain.unsqueeze(-2), self.map.bias[self.columns[0]] * gain
 
@@ -243,16 +259,16 @@ def _heads(part: Moving) -> _Heads:
 
 def _turned(q: _Heads, k: _Heads) -> tuple[_Heads, _Heads, Rotary | None, float]:
     """Rotary positions of queries and keys, if they have them: both the same, but for a factor."""
-    turns = [_turn(q), _turn(k)]
-    if turns[0] is None and turns[1] is None:
+    of_q, of_k = _turn(q), _turn(k)
+    if of_q is None and of_k is None:
         return q, k, None, 1.0
-    if turns[0] is None or turns[1] is None:
+    if of_q is None or of_k is None:
         _refuse("queries or keys alone depend on the position; expected both or neither")
-    (qc, qs, pairing), (kc, ks, other) = turns
+    (qc, qs, pairing), (kc, ks, other) = of_q, of_k
     place = kc.abs().flatten().argmax()
     factor = float(qc.flatten()[place] / kc.flatten()[place])
-    close = {"rtol": 1e-13, "atol": 1e-13 * float(qc.abs().max())}
-    if pairing != other or not torch.allclose(qc, kc * factor, **close) or not torch.allclose(qs, ks * factor, **close):
+    apart = max(float((qc - kc * factor).abs().max()), float((qs - ks * factor).abs().max()))
+    if pairing != other or not apart <= 1e-13 * float(qc.abs().max()):
         _refuse("queries and keys are turned by different rotary positions")
     ones = torch.ones(q.columns[0].shape, dtype=torch.float64)
     plain = [_Heads(each.rows, each.columns[:1], (ones.expand(each.columns[0].shape),), each.map) for each in (q, k)]
@@ -260,7 +276,7 @@ def _turned(q: _Heads, k: _Heads) -> tuple[_Heads, _Heads, Rotary | None, float]
 
 
 def _turn(heads: _Heads) -> tuple[Tensor, Tensor, Pairing] | None:
-    """cos and sin (windows, n, r) and the pairing of entries; None where nothing depends on the position."""
+    """Cos and sin (windows, n, r) and the pairing of entries; None where nothing depends on the position."""
     if all(gain.ndim == 2 for gain in heads.gains) and len(heads.gains) == 1:
         return None
     if len(heads.gains) != 2:
@@ -322,15 +338,13 @@ def _mask(bias: Float64[Tensor, "windows h n n"], batch: int | None) -> dict[str
     """Mask and score bias of the layer: for each input where there is a batch, otherwise for all windows together."""
     allowed: Bool[Tensor, "windows h n n"] = bias > -torch.inf
     if bool((allowed != allowed[:, :1]).any()):
-        _refuse("heads have masks of their own; expected one mask for all heads")
+        _refuse("masks each head in a way of its own; expected one mask for all heads")
     mask, finite = allowed[:, 0], torch.where(allowed, bias, 0.0)
     if batch is None:
         if not bool(mask.any(-1).all()):
             _refuse("a query may attend to no key at all; remove the padding")
-        windows, h, n, _ = bias.shape
-        mask = torch.block_diag(*mask.to(torch.uint8)).bool()
-        blocks = [torch.block_diag(*finite[:, head]) for head in range(h)]
-        finite = torch.stack(blocks)
+        mask = _diagonal(mask.to(torch.uint8)).bool()
+        finite = torch.stack([_diagonal(finite[:, head]) for head in range(finite.shape[1])])
     else:
         lonely = ~mask.any(-1, keepdim=True)  # padding: such a query attends to itself
         mask = mask | (lonely & torch.eye(mask.shape[-1], dtype=torch.bool))
@@ -344,6 +358,12 @@ def _mask(bias: Float64[Tensor, "windows h n n"], batch: int | None) -> dict[str
         shared = finite.ndim == 3 and bool((finite == finite[:1]).all())
         found["score_bias"] = finite[0] if shared else finite
     return found
+
+
+def _diagonal(blocks: Tensor) -> Tensor:
+    """Blocks (w, n, n) along the diagonal of one matrix."""
+    whole: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
+    return whole
 
 
 def _positions(rotary: Rotary | None, windows: int, batch: int | None) -> Rotary | None:

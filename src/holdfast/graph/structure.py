@@ -1,4 +1,4 @@
-"""From index tensors back to pieces: a tensor of the graph as a matrix that pieces compute, or as heads of attention."""
+"""From index tensors back to pieces: a tensor of the graph as a matrix that pieces compute."""
 
 from __future__ import annotations
 
@@ -153,9 +153,9 @@ def token_view(value: Moving) -> tuple[Int64[Tensor, " n"] | None, Int64[Tensor,
     if value.plain and value.shape:
         flat = value.reshape(-1, value.shape[-1])
         rows, columns = _rows(flat), _columns(flat.row, flat.terms[0].column)
-        if rows is not None and columns is not None and not bool((rows == FIXED).any()):
-            if len(torch.unique(columns)) == len(columns):
-                return rows, columns
+        moving = rows is not None and not bool((rows == FIXED).any())
+        if moving and columns is not None and len(torch.unique(columns)) == len(columns):
+            return rows, columns
     return None, None
 
 

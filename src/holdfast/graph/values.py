@@ -1,7 +1,7 @@
 """What a tensor of a model's graph is, as a function of what moves.
 
-A graph is read operator by operator. A tensor that does not depend on what moves is a plain `Tensor`. One that does is a
-`Moving`: every entry an affine function of one row of a point, a matrix (n, d) that some step of the network computes,
+A graph is read operator by operator. A tensor that does not depend on what moves is a plain `Tensor`. One that does is
+a `Moving`: every entry an affine function of one row of a point, a matrix (n, d) that a step of the network computes,
 
     value[e] = Σ_t gain_t[e] · (⟨point[row[e], :], matrix[:, column_t[e]]⟩ + bias[column_t[e]]) + constant[e].
 
@@ -119,7 +119,7 @@ class Moving:
     def scaled(self, factor: Tensor | float, *, divide: bool = False) -> Moving:
         """Entry by entry multiplied, or divided, by what does not move."""
         factor = torch.as_tensor(factor, dtype=torch.float64)
-        shape = torch.broadcast_shapes(self.shape, factor.shape)
+        shape = broadcast(self.shape, factor.shape)
         wide = self.expand(shape)
 
         def times(t: Tensor) -> Tensor:
@@ -131,21 +131,22 @@ class Moving:
     def shifted(self, constant: Tensor | float) -> Moving:
         """With something added that does not move."""
         constant = torch.as_tensor(constant, dtype=torch.float64)
-        wide = self.expand(torch.broadcast_shapes(self.shape, constant.shape))
-        if wide.map is not None and constant.shape and constant.numel() == constant.shape[-1] and wide.is_mapped():
-            bias = wide.map.bias + constant.flatten()
-            return replace(wide, map=Map(wide.map.matrix, bias), memory={})
+        wide = self.expand(broadcast(self.shape, constant.shape))
+        bias = wide._as_bias(constant.expand(wide.shape))
+        if bias is not None and wide.map is not None:
+            return replace(wide, map=Map(wide.map.matrix, wide.map.bias + bias), memory={})
         return replace(wide, constant=wide.constant + constant, memory={})
 
-    def is_mapped(self) -> bool:
-        """Whether every row is a whole row of the point behind the map, and nothing else."""
-        if self.map is None or len(self.terms) > 1 or bool((self.row == FIXED).any()) or not self.shape:
-            return False
-        (term,) = self.terms
-        whole = torch.arange(len(self.map.bias))
-        if self.shape[-1] != len(whole) or not bool((term.column == whole).all()):
-            return False
-        return bool((term.gain == 1).all()) and not bool(self.constant.any())
+    def _as_bias(self, constant: Float64[Tensor, "*shape"]) -> Float64[Tensor, " c"] | None:
+        """A constant as a bias of the map's columns, where it is one; it then takes part in what follows."""
+        if self.map is None or len(self.terms) > 1 or bool((self.row == FIXED).any()):
+            return None
+        if bool(self.map.bias.any()) or not bool((self.terms[0].gain == 1).all()):
+            return None
+        column = self.terms[0].column
+        bias = torch.zeros_like(self.map.bias)
+        bias[column.flatten()] = constant.flatten()
+        return bias if torch.equal(bias[column], constant) else None
 
     @property
     def plain(self) -> bool:
@@ -167,6 +168,11 @@ class Moving:
         return torch.equal(self.entries.flatten(), torch.arange(self.row.numel()))
 
 
+def broadcast(*shapes: Sequence[int]) -> torch.Size:
+    """The shape of tensors of these shapes together."""
+    return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+
+
 def same(a: Moving, b: Moving) -> bool:
     """Whether two tensors are the same function of the same point."""
     if a is b:
@@ -178,7 +184,9 @@ def same(a: Moving, b: Moving) -> bool:
         if a.map is None or b.map is None or a.map.matrix.shape != b.map.matrix.shape:
             return False
         pairs += [(a.map.matrix, b.map.matrix), (a.map.bias, b.map.bias)]
-    pairs += [(x, y) for s, t in zip(a.terms, b.terms, strict=True) for x, y in ((s.column, t.column), (s.gain, t.gain))]
+    pairs += [
+        (x, y) for s, t in zip(a.terms, b.terms, strict=True) for x, y in ((s.column, t.column), (s.gain, t.gain))
+    ]
     return all(torch.equal(x, y) for x, y in pairs)
 
 
@@ -204,7 +212,7 @@ def multiple(a: Moving, b: Moving) -> float | None:
 
 def added(a: Moving, b: Moving) -> Moving | None:
     """The sum of two functions of the same rows of one point; None where they are of different ones."""
-    shape = torch.broadcast_shapes(a.shape, b.shape)
+    shape = broadcast(a.shape, b.shape)
     a, b = a.expand(shape), b.expand(shape)
     both = (a.row != FIXED) & (b.row != FIXED)
     if a.point is not b.point or not torch.equal(a.row[both], b.row[both]):

@@ -3,13 +3,17 @@
 from holdfast.network.affine import Affine
 from holdfast.network.attention import Attention
 from holdfast.network.base import LinearPiece, Piece, SmoothPiece
+from holdfast.network.beside import KinkedBeside, LinearBeside, SmoothBeside
 from holdfast.network.embedding import AddPositions, PatchEmbedding, Place
+from holdfast.network.entries import KinkedEntries, SmoothEntries
 from holdfast.network.mlp import KinkedMlp, Mlp
 from holdfast.network.network import Head, Network, Residual
 from holdfast.network.normalise import Normalise
 from holdfast.network.norms import LayerNorm, RMSNorm
 from holdfast.network.pooling import ClassToken, Flatten, MeanPool
+from holdfast.network.product import Product
 from holdfast.network.projection import HardProject, MaxMin, SmoothProject
+from holdfast.network.selection import Rearrangement, Scale, Selection
 from holdfast.network.sll import sll, sll_diagonal
 
 __all__ = [
@@ -20,8 +24,11 @@ __all__ = [
     "Flatten",
     "HardProject",
     "Head",
+    "KinkedBeside",
+    "KinkedEntries",
     "KinkedMlp",
     "LayerNorm",
+    "LinearBeside",
     "LinearPiece",
     "MaxMin",
     "MeanPool",
@@ -31,8 +38,14 @@ __all__ = [
     "PatchEmbedding",
     "Piece",
     "Place",
+    "Product",
     "RMSNorm",
+    "Rearrangement",
     "Residual",
+    "Scale",
+    "Selection",
+    "SmoothBeside",
+    "SmoothEntries",
     "SmoothPiece",
     "SmoothProject",
     "sll",

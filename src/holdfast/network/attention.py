@@ -16,6 +16,7 @@ from holdfast.bounds.yudin import slope_on_balls
 from holdfast.linalg import Array
 from holdfast.network.attention_derivatives import AttentionPass
 from holdfast.network.base import SmoothPiece
+from holdfast.network.curves import or_unbounded
 
 #: The bounds whose minimum `reach` takes: all that hold for radii of each input, but those that another one improves.
 _METHODS = ("lofast", "lofast-xi", "plus", "cov", "second-order", "mixed", "rows", "yudin-ball")
@@ -96,6 +97,6 @@ class Attention(SmoothPiece):
 
 def _settled(a: Arithmetic[Array], found: Array, rho: Array) -> Array:
     """For every rho the smallest bound (…, e) found at a radius not below it: no bound then decreases with rho."""
-    radii, known = a.number(rho), a.number(found).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    radii, known = a.number(rho), or_unbounded(a.number(found))
     larger = radii.unsqueeze(-2) >= radii.unsqueeze(-1)
     return a.lift(torch.where(larger, known.unsqueeze(-2), torch.inf).amin(-1))

@@ -26,6 +26,11 @@ def outward(x: Tensor) -> Tensor:
     return x * (1 + 2.0**-44) + 2.0**-1000
 
 
+def or_unbounded(bound: Tensor) -> Tensor:
+    """The bound of a length or a slope; infinite where it is not a number, or negative, and so bounds nothing."""
+    return torch.where(bound >= 0, bound, math.inf)
+
+
 @final
 class Grid:
     """Radii base · RATIO^level, for each input its own.
@@ -72,7 +77,7 @@ class Curve:
         for at in set(torch.unique(level).tolist()) - self._known.keys() - {BEYOND}:
             # One level at a time: what is known of it must not depend on what else was asked for.
             radius = self._grid.radius(level.new_tensor([[at]]).expand(level.shape[0], 1))
-            self._known[at] = self._evaluate(radius).nan_to_num(nan=math.inf, posinf=math.inf).expand_as(radius)[:, 0]
+            self._known[at] = or_unbounded(self._evaluate(radius)).expand_as(radius)[:, 0]
         self._known.setdefault(BEYOND, torch.full(level.shape[:1], math.inf, dtype=torch.float64, device=level.device))
         levels = sorted(self._known)
         table = torch.stack([self._known[at] for at in levels], -1)

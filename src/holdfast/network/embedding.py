@@ -92,11 +92,11 @@ class AddPositions(LinearPiece):
     """x + c: position embeddings, or any other constant.
 
     Args:
-        c: (n, d), or (d) for every token alike.
+        c: (n, d), or (d) for every token alike; (b, n, d) for inputs that have each their own.
     """
 
     def __init__(self, c: Float[Tensor, "*n d"]) -> None:
-        self.c = double(c, "c", 1, 2)
+        self.c = double(c, "c", 1, 2, 3)
 
     def value(self, u: Array) -> Array:
         return u + weight(self.c, u)

@@ -17,7 +17,7 @@ from holdfast.errors import NotApplicableError
 from holdfast.linalg.rounding import frobenius_upper
 from holdfast.network.attention import Attention
 from holdfast.network.base import LinearPiece, Piece, SmoothPiece
-from holdfast.network.curves import BEYOND, ZERO, Curve, Grid, outward
+from holdfast.network.curves import BEYOND, ZERO, Curve, Grid, or_unbounded, outward
 
 #: At more numbers than this the norm of a Jacobian costs too much, and `rows` moves attention without one.
 LARGE = 2048
@@ -46,7 +46,7 @@ class Site:
         scale: Callable[[], Float64[Tensor, " b"]],
         a: Arithmetic[Any],
     ) -> None:
-        self.piece, self.u, self.r, self._scale, self.a = piece, u, r, scale, a
+        self.piece, self.u, self.r, self._scale, self.a = piece, u, or_unbounded(r), scale, a
         # Attention's own bounds cost many norms: they are asked for only where the derivatives at u say little.
         self._patience = 0.25 if isinstance(piece, Attention) else -1.0
         # Nothing is to be hoped for on balls larger than their centre, and much would be computed in vain.

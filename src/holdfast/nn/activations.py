@@ -13,8 +13,8 @@ from holdfast.errors import InputError, UnknownNameError
 from holdfast.network import activations as known
 from holdfast.network import projection
 from holdfast.network.base import Piece
-from holdfast.nn.layer import Layer
 from holdfast.network.entries import KinkedEntries, SmoothAbs, SmoothEntries
+from holdfast.nn.layer import Layer
 
 #: Functions of one variable; softplus is centred, smooth-abs is 2/s · log cosh(s t/2).
 EntryKind = Literal["relu", "abs", "softplus", "smooth-abs", "tanh"]

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from holdfast.errors import InputError
 from holdfast.network.base import Piece
-from holdfast.nn.layer import Layer
 from holdfast.network.selection import Rearrangement
+from holdfast.nn.layer import Layer
 
 #: The steps of a 3 × 3 convolution: rows down, columns right.
 _RING = ((0, 0), (0, 1), (1, 0), (0, -1), (-1, 0), (1, 1), (1, -1), (-1, 1), (-1, -1))

@@ -21,10 +21,10 @@ from holdfast.attacks.auto_pgd import AutoPgd
 from holdfast.certification import certify
 from holdfast.data import Dataset, load
 from holdfast.errors import InputError, SoundnessError
+from holdfast.graph import to_network
 from holdfast.models import Transformer
 from holdfast.models import load as load_model
 from holdfast.models.files import shelf_file, stored_config
-from holdfast.network.convert import to_network
 from holdfast.network.network import Network
 from holdfast.report.numbers import down
 from holdfast.repro.processes import Tell

@@ -26,9 +26,9 @@ from holdfast import api
 from holdfast.attacks.configurations import DominantTokens, dominant_tokens
 from holdfast.attention import AttentionLayer
 from holdfast.errors import HoldfastError
+from holdfast.graph.trace import iter_trace
 from holdfast.repro.texts import LanguageModel, chunks
 from holdfast.storage import write_text
-from holdfast.tracing.trace import iter_trace
 
 LENGTHS = (2, 4, 8, 16, 32, 64, 128, 256, 500)
 TOLERANCE = 1e-4  # looser ones stop at a singular value that is not the largest now and then

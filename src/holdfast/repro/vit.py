@@ -23,9 +23,9 @@ from torch import Tensor
 
 from holdfast.attacks.minimal import MinimalAttack
 from holdfast.errors import InputError, SoundnessError
+from holdfast.graph import to_network
 from holdfast.models.digits import DigitsViT
 from holdfast.network.compositions import certify_inputs
-from holdfast.network.convert import to_network
 from holdfast.network.network import Network
 from holdfast.repro.jasmin import load_digits
 from holdfast.repro.vit_training import HEADS, UNITS, WIDTH, Setting, train

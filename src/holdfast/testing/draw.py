@@ -27,6 +27,10 @@ class Dice:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._generator, dtype=torch.float64)
 
+    def integers(self, low: int, high: int, shape: tuple[int, ...]) -> Tensor:
+        """Whole numbers from low to high - 1."""
+        return torch.randint(low, high, shape, generator=self._generator)
+
 
 def draw(seed: int) -> Case:
     """A layer with two inputs; the same for the same seed. Every third one is rounded to float32."""

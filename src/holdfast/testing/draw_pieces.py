@@ -14,8 +14,11 @@ from holdfast.network import (
     ClassToken,
     Flatten,
     HardProject,
+    KinkedBeside,
+    KinkedEntries,
     KinkedMlp,
     LayerNorm,
+    LinearBeside,
     MaxMin,
     MeanPool,
     Mlp,
@@ -23,12 +26,19 @@ from holdfast.network import (
     PatchEmbedding,
     Piece,
     Place,
+    Product,
+    Rearrangement,
     RMSNorm,
+    Scale,
+    Selection,
+    SmoothBeside,
+    SmoothEntries,
     SmoothProject,
     sll,
     sll_diagonal,
 )
-from holdfast.network.activations import Softplus, activations
+from holdfast.network.activations import LeakyRelu, Softplus, activations
+from holdfast.network.beside import Part, beside
 from holdfast.testing.draw import Dice
 from holdfast.testing.pieces import PieceCase
 
@@ -64,7 +74,9 @@ def _kinked_mlp(dice: Dice, size: float) -> tuple[Piece, int]:
     w1, b1, w2, b2 = _weights(dice, size)
     if dice.pick(False, False, True):
         return _sll(dice, w1, b1, "relu"), len(w1)
-    return KinkedMlp(w1, b1, dice.pick("relu", "abs"), w2, b2, residual=dice.pick(0.0, 1.0)), len(w1)
+    return KinkedMlp(
+        w1, b1, dice.pick("relu", "abs", LeakyRelu(0.1), LeakyRelu(-0.5)), w2, b2, residual=dice.pick(0.0, 1.0)
+    ), len(w1)
 
 
 def _sll(dice: Dice, w: Tensor, b: Tensor, phi: str) -> Piece:
@@ -79,6 +91,32 @@ def _patches(dice: Dice, size: float) -> tuple[Piece, Tensor]:
     w, front = size * dice.normal(3, channels, p, q), dice.pick(None, dice.normal(1, 3))
     piece = PatchEmbedding(w, dice.pick(None, dice.normal(3)), (height, width), stride, padding, front)
     return piece, dice.normal(2, channels, height * width)
+
+
+def _selection(dice: Dice, size: float, n: int, d: int) -> Piece:
+    """Entries in any places, some of them twice, some left out."""
+    return Selection(dice.integers(-1, n * d, (dice.pick(1, 3), dice.pick(2, 5))), (n, d))
+
+
+def _entries(dice: Dice, names: tuple[str, ...], d: int) -> Piece:
+    active = torch.arange(d) % dice.pick(1, 2) == 0
+    phi = activations[dice.pick(*names)]
+    return (SmoothEntries if names is _SMOOTH else KinkedEntries)(phi, active)  # type: ignore[arg-type]
+
+
+def _part(kind: type[Piece]) -> Callable[[Dice, float], tuple[Piece, Tensor]]:
+    """A piece on a part of a state, whose entries wait or are taken, or both."""
+
+    def build(dice: Dice, size: float) -> tuple[Piece, Tensor]:
+        piece, u = KINDS[kind](dice, size)
+        taken, out = u[0].numel(), piece.value(u).shape[-2:]
+        state = taken + dice.pick(1, 3)
+        waiting = torch.arange(dice.pick(0, 1, taken), state)
+        where = torch.arange(taken) if dice.pick(False, True) else dice.integers(0, state, (taken,))
+        part = Part(where.reshape(u.shape[1:]), waiting, (out[0], out[1]), state)
+        return beside(piece, part), dice.normal(2, 1, state)
+
+    return build
 
 
 def _on_tokens(make: Callable[[Dice, float, int, int], Piece]) -> Callable[[Dice, float], tuple[Piece, Tensor]]:
@@ -109,8 +147,11 @@ KINDS: Mapping[type[Piece], Callable[[Dice, float], tuple[Piece, Tensor]]] = Map
         ClassToken: _on_tokens(lambda dice, size, n, d: ClassToken(n - 1)),
         Flatten: _on_tokens(lambda dice, size, n, d: Flatten()),
         HardProject: _on_tokens(lambda dice, size, n, d: HardProject(size)),
+        KinkedBeside: _part(KinkedMlp),
+        KinkedEntries: _on_tokens(lambda dice, size, n, d: _entries(dice, ("relu", "abs"), d)),
         KinkedMlp: _of_width(_kinked_mlp),
         LayerNorm: _on_tokens(lambda dice, size, n, d: LayerNorm(size * _gamma(dice, d), dice.normal(d), _eps(dice))),
+        LinearBeside: _part(Affine),
         MaxMin: _on_tokens(lambda dice, size, n, d: MaxMin()),
         MeanPool: _on_tokens(lambda dice, size, n, d: MeanPool(n, dice.pick(0, n - 1))),
         Mlp: _of_width(_mlp),
@@ -119,7 +160,15 @@ KINDS: Mapping[type[Piece], Callable[[Dice, float], tuple[Piece, Tensor]]] = Map
         ),
         PatchEmbedding: _patches,
         Place: _on_tokens(lambda dice, size, n, d: Place(size * dice.normal(n + 2, d), range(1, n + 1))),
+        Product: _on_tokens(lambda dice, size, n, d: Product()),
+        Rearrangement: _on_tokens(
+            lambda dice, size, n, d: Rearrangement(torch.arange(n * d).flip(0).reshape(d, n), (n, d))
+        ),
         RMSNorm: _on_tokens(lambda dice, size, n, d: RMSNorm(size * _gamma(dice, d), _eps(dice))),
+        Scale: _on_tokens(lambda dice, size, n, d: Scale(size * dice.pick(dice.normal(n, d), dice.normal(d)))),
+        Selection: _on_tokens(_selection),
+        SmoothBeside: _part(Mlp),
+        SmoothEntries: _on_tokens(lambda dice, size, n, d: _entries(dice, _SMOOTH, d)),
         SmoothProject: _on_tokens(lambda dice, size, n, d: SmoothProject(size)),
     }
 )

@@ -1,8 +1,5 @@
-"""The attention layers of unmodified models: seen while the model runs, rebuilt, and checked against it."""
+"""The attention of a running model, seen while it trains, and models of others loaded by name."""
 
-from holdfast.tracing import families
-from holdfast.tracing.family import Family, register_family
 from holdfast.tracing.tap import AttentionCall, Tap
-from holdfast.tracing.trace import TracedLayer, iter_trace, trace
 
-__all__ = ["AttentionCall", "Family", "Tap", "TracedLayer", "families", "iter_trace", "register_family", "trace"]
+__all__ = ["AttentionCall", "Tap"]

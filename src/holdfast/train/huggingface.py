@@ -6,9 +6,9 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from holdfast.graph.export import ModelInputs
 from holdfast.storage import Pathlike
 from holdfast.tracing.extras import require
-from holdfast.tracing.trace import Inputs
 from holdfast.train.monitor import Monitor
 from holdfast.train.penalty import JaSMin
 
@@ -34,7 +34,7 @@ class MonitorCallback(TrainerCallback):
 
     def __init__(
         self,
-        probe_batch: Inputs,
+        probe_batch: ModelInputs,
         every: int = 100,
         *,
         path: Pathlike | None = None,

@@ -17,10 +17,10 @@ from torch import nn
 
 from holdfast import api
 from holdfast.errors import InputError
+from holdfast.graph.export import ModelInputs
+from holdfast.graph.trace import TracedLayer, Tracer
 from holdfast.linalg import MatrixOperator, estimate
 from holdfast.storage import Pathlike
-from holdfast.tracing import TracedLayer, iter_trace
-from holdfast.tracing.trace import Inputs
 from holdfast.train.jasmin import row_penalties
 
 
@@ -95,7 +95,7 @@ class Monitor:
     def __init__(
         self,
         model: nn.Module,
-        probe_batch: Inputs,
+        probe_batch: ModelInputs,
         every: int = 100,
         *,
         path: Pathlike | None = None,
@@ -109,6 +109,7 @@ class Monitor:
             raise InputError(f"growth is {growth}; expected a factor above 1")
         self.every, self.growth, self.window = every, growth, window
         self._model, self._probe = model, probe_batch
+        self._tracer: Tracer | None = None
         self._path = None if path is None else Path(path)
         self._records: list[MonitorRecord] = []
         self._calm_since = 0  # the first record that growth is measured from
@@ -126,7 +127,8 @@ class Monitor:
         """Measures now."""
         began = time.perf_counter()
         with _undisturbed(self._model), torch.no_grad():
-            layers = tuple(_state(found) for found in iter_trace(self._model, self._probe))
+            self._tracer = self._tracer or Tracer(self._model, self._probe)
+            layers = tuple(_state(found) for found in self._tracer.layers(self._probe))
         warning = self._growth(step, layers)
         record = MonitorRecord(step, layers, warning, time.perf_counter() - began)
         self._records.append(record)

@@ -10,7 +10,7 @@ from holdfast.network.compositions.end_to_end import EndToEnd
 from holdfast.network.compositions.margin_gradient import MarginGradient
 from holdfast.network.compositions.telescoped import Telescoped
 from holdfast.network.compositions.best import BestComposition
-from holdfast.network.compositions.certify import Certified, certify_inputs
+from holdfast.network.compositions.certify import Certified, certify_inputs, proves
 # isort: on
 
 __all__ = [
@@ -26,5 +26,6 @@ __all__ = [
     "Telescoped",
     "certify_inputs",
     "compositions",
+    "proves",
     "register_composition",
 ]

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeVar, final
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from holdfast.errors import HoldfastError, NotApplicableError
 from holdfast.network.centre import Centre, Stage, lengths, pulled
-from holdfast.network.curves import outward
+from holdfast.network.curves import or_unbounded, outward
 from holdfast.network.network import Network
 from holdfast.network.site import Site
 from holdfast.registry import Registry
@@ -114,14 +114,18 @@ class Composition(Method):
 
     @final
     def curve(self, centre: Centre) -> Curve:
-        """Lower bounds (b) of the smallest margin, as a function of the radii eps (b)."""
+        """Lower bounds (b) of the smallest margin, as a function of the radii eps (b); -inf where nothing is proved.
+
+        No margin is infinite, so a bound that is proves nothing, whatever its sign.
+        """
         self._check(centre.network)
         with torch.no_grad():
             margins = self._curve(centre)
 
         def evaluate(eps: Float64[Tensor, " b"]) -> Float64[Tensor, " b"]:
             with torch.no_grad():
-                return margins(eps).nan_to_num(nan=-torch.inf)
+                found = margins(eps)
+                return torch.where(torch.isfinite(found), found, -torch.inf)
 
         return evaluate
 
@@ -178,10 +182,16 @@ def linear_end(centre: Centre, most: float = math.inf) -> tuple[list[Stage], Flo
 
 
 def smallest_margin(centre: Centre, lost: Float64[Tensor, "b classes"]) -> Float64[Tensor, " b"]:
-    """min_j m_j - lost_j, rounded down; a loss that is not a number leaves nothing."""
-    left = centre.margins - outward(lost)
+    """min_j m_j - lost_j over the other classes, rounded down; what is no loss, or not a number, leaves nothing."""
+    left = centre.margins - or_unbounded(outward(lost))
     left = torch.nextafter(left, torch.full_like(left, -torch.inf))
-    return torch.where(torch.isinf(centre.margins), torch.inf, left).amin(-1)
+    return over_others(centre.prediction, left)
+
+
+def over_others(prediction: Int64[Tensor, " b"], margins: Float64[Tensor, "b classes"]) -> Float64[Tensor, " b"]:
+    """The smallest margin over every class but the predicted one; not a number where one of them is not."""
+    own = torch.nn.functional.one_hot(prediction, margins.shape[-1]).bool()
+    return margins.masked_fill(own, torch.inf).amin(-1)
 
 
 def _largest(

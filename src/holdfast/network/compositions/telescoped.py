@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
 from torch import Tensor
 
 from holdfast.errors import MemoryLimitError
 from holdfast.network import expansion
 from holdfast.network.centre import Centre
-from holdfast.network.compositions.base import Composition, Curve, register_composition
+from holdfast.network.compositions.base import Composition, Curve, over_others, register_composition
+from holdfast.network.curves import or_unbounded
 from holdfast.network.expansion import Cubic, Expansion
 from holdfast.network.network import Network
 
@@ -45,13 +45,12 @@ class Telescoped(Composition):
             )
         at = _expansion(centre)
         cubic = Cubic(at.gradient, at.hessian, at.twist)
-        own = torch.nn.functional.one_hot(at.prediction, at.margins.shape[-1]).bool()
 
         def margins(eps: Tensor) -> Tensor:
             least = cubic.least(eps.unsqueeze(-1).expand(at.margins.shape))
-            lost = at.left_out(eps)
+            lost = or_unbounded(at.left_out(eps))
             left = at.margins + least - lost - (at.margins.abs() + least.abs() + lost) * 2.0**-50
-            return left.masked_fill(own, torch.inf).amin(-1)
+            return over_others(at.prediction, left)
 
         return margins
 

@@ -1,0 +1,238 @@
+"""The lines of a run's file, and what makes a line one of them: nothing is read that `certify` would not write."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NoReturn, final
+
+import numpy as np
+import torch
+
+from holdfast.certification.settings import checksum_of_inputs, fingerprint, names_of_settings
+from holdfast.errors import HoldfastError, InputError
+from holdfast.radii import check_radii
+from holdfast.results import UNDECIDED, Certificate, RadiusEstimate
+
+SCHEMA = "holdfast.certify/2"
+_FORMER = "holdfast.certify/1"  # its inputs stood in the settings, and could not grow
+
+Record = Certificate | RadiusEstimate
+
+
+@final
+@dataclass(frozen=True)
+class Header:
+    """The first line.
+
+    Attributes:
+        settings: everything that the records depend on.
+        model: what to call the model; the command line loads it by this name.
+        data: what to call the data set, likewise.
+        split: its part.
+        indices: of all inputs that are asked for, whichever shard they fall into: the first ones of the data.
+        radii: at which accuracies are shown.
+        command: the command line that began the run, where there was one.
+    """
+
+    settings: dict[str, str]
+    model: str
+    data: str
+    split: str
+    indices: list[int]
+    radii: list[float]
+    command: str | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """One word for the settings."""
+        return fingerprint(self.settings)
+
+    @property
+    def inputs(self) -> str:
+        """One word for the inputs."""
+        return checksum_of_inputs(self.indices)
+
+    def begins(self, other: Header) -> bool:
+        """Whether the other one asks for these inputs and perhaps for more behind them."""
+        return other.indices[: len(self.indices)] == self.indices
+
+
+def header_line(header: Header) -> bytes:
+    """The first line of a file."""
+    return _line({"schema": SCHEMA, "fingerprint": header.fingerprint, "inputs": header.inputs} | asdict(header))
+
+
+def growth_line(before: Header, after: Header) -> bytes:
+    """The line that asks for more inputs."""
+    return _line({"indices": after.indices[len(before.indices) :], "inputs": after.inputs})
+
+
+def record_line(record: Record) -> bytes:
+    """The line of one input."""
+    fields = record.to_dict()
+    if record.perturbation is not None:
+        numbers = record.perturbation.contiguous().numpy().astype("<f4")
+        fields |= {"perturbation": base64.b64encode(numbers.tobytes()).decode(), "shape": list(numbers.shape)}
+    return _line(fields)
+
+
+def parse(name: str, content: bytes) -> tuple[Header, dict[int, Record]]:
+    """The header, with all that it has grown by, and the records by index; `name` is the file's, for messages."""
+    first, *lines = content.splitlines()
+    header = _read_header(name, first)
+    expected, records = set(header.indices), dict[int, Record]()
+    for number, line in enumerate(lines, 2):
+        try:
+            row = _read_line(line)
+            if "inputs" in row:
+                header = _grown(header, row)
+                expected = set(header.indices)
+                continue
+            record = _read_record(row, header.settings)
+            if record.index in records or record.index not in expected:
+                why = "stands twice" if record.index in records else "is none of the run's"
+                raise InputError(f"the index {record.index} {why}; was the file edited?")
+        except HoldfastError as error:
+            raise type(error)(f"{name}, line {number}: {error}") from None
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(f"{name}, line {number}: no record ({error}); was the file edited?") from None
+        records[record.index] = record
+    return header, records
+
+
+# -- one line
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, allow_nan=False, separators=(",", ":")) + "\n").encode()
+
+
+def _read_line(line: bytes) -> dict[str, Any]:
+    """A JSON object without numbers that JSON does not have, and without keys that stand twice."""
+    found = json.loads(line, object_pairs_hook=_unique, parse_constant=_no_number)
+    if not isinstance(found, dict):
+        raise ValueError("no object")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice")
+    return found
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number")
+
+
+def _read_header(name: str, line: bytes) -> Header:
+    try:
+        fields = _read_line(line)
+    except ValueError:
+        raise InputError(f"{name}: the first line is no header; expected what certify writes") from None
+    schema, stated, inputs = (fields.pop(key, None) for key in ("schema", "fingerprint", "inputs"))
+    if schema not in (SCHEMA, _FORMER):
+        raise InputError(f"{name}: the schema is {schema!r}; expected {SCHEMA!r}, as certify writes it")
+    if schema == _FORMER:
+        fields.pop("limit", None)
+    try:
+        header = Header(**fields)
+        _check_header(header)
+    except (TypeError, ValueError, InputError) as error:
+        raise InputError(f"{name}: the header does not fit {schema}: {error}; was the file edited?") from None
+    if stated != header.fingerprint:
+        raise InputError(f"{name}: the fingerprint is not that of the settings beside it; was the file edited?")
+    if schema == _FORMER:
+        settings = dict(header.settings)
+        inputs = settings.pop("inputs", None)
+        header = replace(header, settings=settings)
+    if inputs != header.inputs:
+        raise InputError(f"{name}: the inputs are not those that their checksum is of; was the file edited?")
+    if header.settings.keys() != names_of_settings(attacked=header.settings.get("attack") != "none"):
+        raise InputError(f"{name}: the settings are {', '.join(header.settings)}; was the file edited?")
+    return header
+
+
+def _check_header(header: Header) -> None:
+    texts = (header.model, header.data, header.split, header.command or "")
+    settings = header.settings
+    if not isinstance(settings, dict) or not all(isinstance(text, str) for text in (*texts, *settings.values())):
+        raise ValueError("something is no text")
+    if not isinstance(header.radii, list):
+        raise ValueError("the radii are no list")
+    check_radii(header.radii, "radii")
+    _check_indices(header.indices)
+
+
+def _check_indices(indices: Any) -> None:
+    if not isinstance(indices, list) or not indices or any(type(index) is not int for index in indices):
+        raise ValueError("the indices are no list of whole numbers")
+    if len(set(indices)) < len(indices):
+        raise ValueError("an index stands twice")
+
+
+def _grown(header: Header, row: dict[str, Any]) -> Header:
+    """The header with the inputs that a later line asks for."""
+    if row.keys() != {"indices", "inputs"}:
+        raise ValueError("a line that asks for inputs has other keys")
+    _check_indices(row["indices"])
+    indices = header.indices + row["indices"]
+    _check_indices(indices)
+    if row["inputs"] != checksum_of_inputs(indices):
+        raise InputError("the inputs are not those that their checksum is of; was the file edited?")
+    return replace(header, indices=indices)
+
+
+_KINDS = {
+    "index": int,
+    "label": int,
+    "prediction": int,
+    "margin": float,
+    "radius": float,
+    "method": str,
+    "guarantee": str,
+    "seconds": float,
+}
+
+
+def _read_record(row: dict[str, Any], settings: dict[str, str]) -> Record:
+    """The record of a line, which must be one of a run with these settings."""
+    packed, shape = row.pop("perturbation", None), row.pop("shape", None)
+    if row.keys() != {*_KINDS, "attack_radius"} or (packed is None) != (shape is None):
+        raise ValueError(f"the keys are {', '.join(row)}")
+    for name, kind in _KINDS.items():
+        if type(row[name]) is not kind:
+            raise ValueError(f"{name} is {row[name]!r}")
+    if row["guarantee"] != settings["guarantee"]:
+        raise InputError(f"a {row['guarantee']} record in another run; was the file edited?")
+    row["attack_radius"] = attacked = _read_attack_radius(row["attack_radius"])
+    if (attacked is None) != (settings["attack"] == "none") or (packed is not None and attacked is None):
+        raise InputError(
+            f"the attack radius is {attacked!r} with the attack {settings['attack']}; was the file edited?"
+        )
+    if row["prediction"] == UNDECIDED and attacked:
+        raise InputError(f"the attack radius is {attacked!r} where no class is ahead; expected 0")
+    if not (math.isfinite(row["seconds"]) and row["seconds"] >= 0):
+        raise ValueError(f"seconds is {row['seconds']!r}")
+    perturbation = None if packed is None else _unpacked(packed, shape)
+    kind = RadiusEstimate if row["guarantee"] == "numerical" else Certificate
+    return kind(**row, perturbation=perturbation)
+
+
+def _read_attack_radius(stated: Any) -> float | None:
+    if stated == "inf":
+        return math.inf
+    if stated is not None and not (type(stated) is float and math.isfinite(stated)):
+        raise ValueError(f"attack_radius is {stated!r}")
+    return stated
+
+
+def _unpacked(packed: Any, shape: Sequence[int]) -> torch.Tensor:
+    """The perturbation from its float32 numbers in base64."""
+    numbers = np.frombuffer(base64.b64decode(packed, validate=True), "<f4").astype(np.float32)
+    return torch.from_numpy(numbers.reshape(shape))
