@@ -53,25 +53,29 @@ def float64_copy(model: nn.Module) -> nn.Module:
 
 def float64_inputs(inputs: ModelInputs) -> ModelInputs:
     """The inputs, with float64 in the place of other floating-point numbers."""
-    return converted(inputs, torch.float64)
-
-
-def converted(inputs: ModelInputs, dtype: torch.dtype) -> ModelInputs:
-    """The inputs, with floating-point numbers of the dtype."""
     if not isinstance(inputs, Tensor | Mapping | tuple):
         raise InputError(
             f"inputs are a {type(inputs).__name__}; expected a batch of inputs as one tensor, or keyword arguments "
             "such as a tokenizer returns"
         )
+    return _floats(inputs, lambda t: t.double())
+
+
+def _floats(inputs: ModelInputs, change: Callable[[Tensor], Tensor]) -> ModelInputs:
+    """The inputs with each of their float tensors changed."""
+
+    def each(value: Any) -> Any:
+        return change(value) if _is_float(value) else value
+
     if isinstance(inputs, Tensor):
-        return inputs.to(dtype) if inputs.is_floating_point() else inputs
+        return change(inputs) if inputs.is_floating_point() else inputs
     if isinstance(inputs, Mapping):
-        return {name: _cast(value, dtype) for name, value in inputs.items()}
-    return tuple(_cast(value, dtype) for value in inputs)
+        return {name: each(value) for name, value in inputs.items()}
+    return tuple(each(value) for value in inputs)
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def model_logits(model: nn.Module, inputs: ModelInputs) -> Tensor:
@@ -153,7 +157,8 @@ def check_as_it_runs(
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float64)
     one = each_of(inputs)[0]
     with torch.enable_grad():
-        logits = model_logits(model, converted(model_inputs(one), dtype)).detach().double()
+        taken = _floats(model_inputs(one), lambda t: t.to(dtype).detach().requires_grad_())
+        logits = model_logits(model, taken).detach().double()
     answer = logits if entrance is None else entrance.answer(logits)
     what = f"the model in {dtype} with gradients"
     compare(network, encode(one), answer, math.sqrt(torch.finfo(dtype).eps), what)
@@ -192,13 +197,13 @@ def _logits_at(
     model_inputs: Callable[[ModelInputs], ModelInputs],
 ) -> Tensor | None:
     """The model's logits at a point of the network's input space; None where no input of the model leads there."""
-    if isinstance(one, Tensor) and one.is_floating_point():
-        given = model_inputs(moved.reshape(one.shape))
+    if entrance is None and not any(_is_float(value) for value in torch.utils._pytree.tree_leaves(one)):
+        return None
+    if entrance is None or entrance.node.op == "placeholder":
+        given = model_inputs(_floats(one, lambda t: moved.reshape(t.shape)))
         if entrance is None or not entrance.program.casts(entrance.node):
             return model_logits(model, given)
         return entrance.logits(entrance.encode(given), given)
-    if entrance is None or entrance.node.op == "placeholder":
-        return None
     return entrance.logits(moved, one)
 
 
