@@ -254,7 +254,14 @@ def _heads(part: Moving) -> _Heads:
             gains.append(gain[:, 0])
         else:
             _refuse("queries, keys or values are scaled by head and by token")
-    return _Heads(grouped[:, 0], tuple(columns), tuple(gains), part.map or Map.identity(part.point.shape[1]))
+    own = part.map or Map.identity(part.point.shape[1])
+    if len(gains) > 1 and all(gain.ndim == 2 for gain in gains):  # a sum of maps is a map
+        pairs = list(zip(columns, gains, strict=True))
+        matrix = torch.stack([own.matrix[:, c] * g for c, g in pairs]).sum(0)
+        bias = torch.stack([own.bias[c] * g for c, g in pairs]).sum(0)
+        own = Map(matrix.flatten(1), bias.flatten())
+        columns, gains = [torch.arange(bias.numel()).reshape(bias.shape)], [torch.ones_like(bias)]
+    return _Heads(grouped[:, 0], tuple(columns), tuple(gains), own)
 
 
 def _turned(q: _Heads, k: _Heads) -> tuple[_Heads, _Heads, Rotary | None, float]:
