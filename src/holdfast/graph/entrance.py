@@ -114,6 +114,8 @@ class Entrance:
 def find_entrance(program: Program, first: ModelInputs) -> Entrance:
     """What moves in the model: its one float tensor, or the embeddings of its ids."""
     feed = program.feed(first)
+    if "attention_mask" in feed and feed["attention_mask"].is_floating_point():
+        raise InputError("attention_mask is a float tensor; expected integers or bools, 1 for words and 0 for padding")
     floats = [name for name in program.inputs if feed[name].is_floating_point()]
     nodes = {node.name: node for node in program.nodes}
     if len(floats) == 1:
@@ -134,6 +136,9 @@ def find_entrance(program: Program, first: ModelInputs) -> Entrance:
             f"{program.name} looks up {name} in {len(lookups)} embeddings; expected one, whose rows are the words"
         )
     (node,) = lookups
+    times = sum(operator_name(n) == "embedding" and n.args[0] is node.args[0] for n in program.nodes)
+    if times > 1:
+        raise ConversionError(f"{program.name} looks up words {times} times; expected once, where they move")
     kept = _mask(program, feed)
     weight, ids = program.arguments(node, feed)[:2]
     rows = weight.double()[ids].reshape(-1, weight.shape[-1])
