@@ -209,11 +209,14 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
     return found
 
 
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}  # random in training alone
+
+
 def _draws(node: fx.Node) -> bool:
     """Whether an operator's value is random; dropout that is switched off is not."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
     name = _name(node.target)
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()) or name in _RECURRENT:
+        return False
     if "dropout" in name:
         return bool(node.args[1]) and bool(node.args[2])
     if "attention" in name:
@@ -239,7 +242,7 @@ class _Opened(dict[Any, Callable[..., Any]]):
 _TAKEN_APART = {
     "einsum", "addbmm", "baddbmm", "addmv", "tensordot", "inner", "kron", "meshgrid", "cosine_similarity",
     "pixel_shuffle", "pixel_unshuffle", "pad", "tile", "flatten", "unflatten", "chunk", "split", "tensor_split",
-    "hstack", "vstack", "dstack", "swapaxes", "moveaxis", "rad2deg", "instance_norm", "adaptive_avg_pool1d", "square",
+    "hstack", "vstack", "dstack", "swapaxes", "moveaxis", "rad2deg", "adaptive_avg_pool1d", "square",
     "im2col", "std", "std_mean", "var_mean",
 }  # fmt: skip
 

@@ -247,6 +247,20 @@ def _leaky_relu(reader: Reader, target: Any, x: Value, slope: float = 0.01) -> V
     return reader.formula(x, lambda p: p.scaled(slope) + function("relu", p).scaled(1 - slope))
 
 
+@_operator("prelu")
+def _prelu(reader: Reader, target: Any, x: Value, weight: Value) -> Value:
+    if not isinstance(weight, Tensor) or weight.numel() != 1:
+        refuse("has a slope for each channel; expected one slope")
+    slope = float(weight)
+    return reader.formula(x, lambda p: p.scaled(slope) + function("relu", p).scaled(1 - slope))
+
+
+@_operator("glu")
+def _glu(reader: Reader, target: Any, x: Value, dim: int = -1) -> Value:
+    value, gate = (reader.rearranged(x, lambda t, i=i: t.chunk(2, dim)[i]) for i in (0, 1))  # type: ignore[misc]
+    return reader.multiply(reader.function("sigmoid", gate), value)
+
+
 @_operator("clamp", "clamp_min")
 def _clamp(reader: Reader, target: Any, x: Value, low: Any = None, high: Any = None) -> Value:
     if high is not None or isinstance(low, Tensor) or low != 0:
@@ -348,6 +362,17 @@ def _rms_norm(reader: Reader, target: Any, x: Value, shape: Sequence[int], weigh
 def _group_norm(reader: Reader, target: Any, x: Value, groups: int, weight: Tensor | None = None,
                 bias: Tensor | None = None, eps: float = 1e-5, cudnn: bool = False) -> Value:  # fmt: skip
     return reader.group_norm(x, groups, weight, bias, eps)
+
+
+@_operator("instance_norm")
+def _instance_norm(reader: Reader, target: Any, x: Value, weight: Tensor | None, bias: Tensor | None,
+                   mean: Tensor | None, variance: Tensor | None, own_statistics: bool, momentum: float, eps: float,
+                   cudnn: bool = False) -> Value:  # fmt: skip
+    if own_statistics:
+        return reader.group_norm(x, _shape(x)[1], weight, bias, eps)
+    if mean is None or variance is None:
+        refuse("has no statistics")
+    return _by_statistics(reader, x, weight, bias, mean, variance, eps)
 
 
 @_operator("batch_norm")
