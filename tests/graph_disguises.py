@@ -291,3 +291,97 @@ def own(change: Callable[[Any], Any] | None = None, kind: type[Transformer] = Tr
 
 def noisy(self: Any, x: Tensor) -> Tensor:
     return x + 1e-13 * torch.randn_like(x)
+
+
+class Excited(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, D)
+
+    def start(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.gate(x.mean(1, keepdim=True)))
+
+
+class Torch(nn.Module):
+    """Torch's own attention and a head."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(D, 2, batch_first=True, **options), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x, x, x)[0].mean(1))
+
+
+class Weights(Torch):
+    def forward(self, x: Tensor) -> Tensor:
+        y, p = self.attention(x, x, x)
+        return self.head(y.mean(1)) + p.mean(1)[:, :3]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.LSTM(D, D, batch_first=True), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cells(x)[0][:, -1])
+
+
+class Training(Plain):
+    """Its dropout does not hear of evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Dropout(0.5)
+
+    def train(self, mode: bool = True) -> Training:
+        super().train(mode)
+        self.act.train()
+        return self
+
+
+class Norms(nn.Module):
+    """Convolutions with odd options, norms of groups and of instances, one slope for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 4, 3, 2, padding=1),
+            nn.GroupNorm(2, 4),
+            nn.Conv2d(4, 4, 2, padding="same", dilation=2, groups=2),
+            nn.InstanceNorm2d(4),
+            nn.PReLU(),
+            nn.AvgPool2d(2),
+        )
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).flatten(1))
+
+
+class Words(nn.Module):
+    """Words behind a head that is tied to their embeddings."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table, self.body = nn.Embedding(10, D, **options), Plain()
+        self.body.head = nn.Linear(D, 10, bias=False)
+        self.body.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.body(self.table(ids) * math.sqrt(D))
+
+
+class LookedUpTwice(Words):
+    def forward(self, ids: Tensor) -> Any:
+        return self.body(self.table(ids) + self.table(ids.flip(1)))
+
+
+class MaskedWords(Words):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        return self.body(self.table(input_ids) * attention_mask.unsqueeze(-1))
+
+
+def conditional(self: Any, x: Tensor) -> Any:
+    return torch.cond(x.sum() > 0, lambda y: y * 1, lambda y: y * 2, (x,))

@@ -15,8 +15,9 @@ from torch.nn import functional
 import graph_disguises as disguised
 from graph_cases import check, pictures, stirred, tokens
 from graph_disguises import changed, own, replaced, with_
-from holdfast.errors import ConversionError
+from holdfast.errors import ConversionError, InputError
 from holdfast.graph import to_network
+from holdfast.models.transformer import Transformer
 
 Build = Callable[[], nn.Module]
 
@@ -158,6 +159,30 @@ REFUSED: dict[str, tuple[Build, str]] = {
         with_(start=lambda self, x: functional.pad(x, (2, 2), mode="reflect")[..., 2:-2].roll(1, -1)),
         "reflection_pad|.",
     ),
+    "batch mixing, alone": (with_(start=lambda self, x: 2 * x - x.mean(0)), "another input in the batch"),
+    "the size of the batch, alone": (with_(start=lambda self, x: x * len(x)), "another input in the batch"),
+    "another function where gradients are recorded": (
+        with_(start=lambda self, x: x * 2 if x.requires_grad else x),
+        "with gradients",
+    ),
+    "an input that is written": (with_(start=lambda self, x: x.mul_(2)), "writes to"),
+    "a recurrent layer": (disguised.Recurrent, "operator 'lstm'"),
+    "attention weights at the end": (disguised.Weights, "attention scores or probabilities"),
+    "a learned key": (lambda: disguised.Torch(add_bias_kv=True), "4 queries attend to 5 keys"),
+    "a key of zeros": (lambda: disguised.Torch(add_zero_attn=True), "4 queries attend to 5 keys"),
+    "softmax with one more": (
+        with_(weigh=lambda self, s: functional.pad(s, (0, 1)).softmax(-1)[..., :-1]),
+        "attention scores|mask|scores",
+    ),
+    "distances": (with_(score=lambda self, q, k: -torch.cdist(q, k)), "operator 'cdist'"),
+    "values less their mean": (with_(value=lambda self, v: v - v.mean(-2, keepdim=True)), "queries, keys and values"),
+    "heads of other tokens": (
+        with_(score=lambda self, q, k: q.reshape(-1, 4, 2, 4).transpose(1, 2) @ k.mT),
+        "other weights for other tokens",
+    ),
+    "one number": (with_(end=lambda self, y: y[:, 0]), "expected a classifier with logits"),
+    "a module that stays in training": (disguised.Training, "in training mode"),
+    "torch.cond": (with_(start=disguised.conditional), "operator 'gt'"),
     "Holdfast's model with another forward": (own(kind=disguised.Inherited), "operator 'elu'"),
     "Holdfast's model with another call": (own(kind=disguised.InheritedCall), "operator 'elu'"),
     "Holdfast's model with a hook": (
@@ -165,16 +190,49 @@ REFUSED: dict[str, tuple[Build, str]] = {
         "operator 'elu'",
     ),
 }
-EXAMPLES: dict[str, Any] = {}
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_proved_is_refused(name: str) -> None:
     build, words = REFUSED[name]
-    example = pictures() if "Holdfast" in name else tokens()
-    with pytest.raises(ConversionError, match=words) as found:
-        to_network(stirred(build()), example)
-    print(found.value)
+    model, example = stirred(build()), pictures() if "Holdfast" in name else tokens(1 if "alone" in name else 2)
+    with pytest.raises(ConversionError, match=words):
+        to_network(model, example)
+
+
+# -- words
+
+
+IDS = torch.tensor([[5, 9, 2, 7]])
+
+
+def test_words_move_where_they_are_looked_up() -> None:
+    check(stirred(disguised.Words()), torch.cat([IDS, IDS.flip(1)]))
+    with pytest.raises(ConversionError, match="looks up words 2 times"):
+        to_network(stirred(disguised.LookedUpTwice()), IDS)
+    with pytest.raises(ConversionError, match="Words cannot be read"):  # weights are changed at every look-up
+        to_network(stirred(disguised.Words(max_norm=1.0)), IDS)
+    with pytest.raises(InputError, match="attention_mask is a float tensor"):
+        to_network(stirred(disguised.MaskedWords()), {"input_ids": IDS, "attention_mask": torch.ones(1, 4)})
+    check(stirred(disguised.MaskedWords()), {"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 1, 0]])})
+
+
+def test_a_hook_on_all_modules_is_part_of_the_model() -> None:
+    everywhere = nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: functional.elu(output) if isinstance(module, nn.Linear) else output
+    )
+    try:
+        with pytest.raises(ConversionError, match="operator 'elu'"):
+            to_network(stirred(own()()), pictures())
+    finally:
+        everywhere.remove()
+
+
+def test_a_forward_put_into_a_class_is_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, old = stirred(own()()), Transformer.forward
+    monkeypatch.setattr(Transformer, "forward", lambda self, x: functional.elu(old(self, x)))
+    with pytest.raises(ConversionError, match="operator 'elu'"):
+        to_network(model, pictures())
 
 
 # -- accepted, and certified as what they are
@@ -212,10 +270,21 @@ ACCEPTED: dict[str, Build] = {
     "a gate by itself": with_(activate=lambda self, u: torch.tanh(u) * (u.flip(-1) + 1)),
     "logits by name": with_(end=lambda self, y: {"logits": y, "answer": y.argmax(-1)}),
     "a tuple of one": with_(end=lambda self, y: (y,)),
+    "squeeze and excite": disguised.Excited,
+    "one token": with_(start=lambda self, x: x[:, :1]),
+    "tokens twice": with_(start=lambda self, x: x.repeat(1, 2, 1)),
+    "some tokens attend": with_(start=lambda self, x: torch.cat([x[:, :2] + self.attend(x[:, :2]), x[:, 2:]], 1)),
+    "queries alone": with_(score=lambda self, q, k: q @ q.mT),
+    "queries and keys added": with_(score=lambda self, q, k: (q + k) @ k.mT),
+    "a scripted module": replaced(act=lambda: torch.jit.script(nn.ReLU())),
+    "norms of instances and groups": disguised.Norms,
+    "GLU": with_(activate=lambda self, u: functional.glu(torch.cat([u, 2 * u], -1))),
+    "almost GELU of erf": with_(activate=lambda self, u: 0.5 * u * (1 + torch.erf(0.7 * u))),
     "Holdfast's model": own(),
 }
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_what_is_accepted_is_what_the_model_computes(name: str) -> None:
-    check(stirred(ACCEPTED[name]()), pictures() if "Holdfast" in name else tokens())
+    images = "Holdfast" in name or "instances" in name
+    check(stirred(ACCEPTED[name]()), pictures() if images else tokens())
