@@ -150,7 +150,8 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
     try:
         with torch.no_grad(), _quiet(), _masks_as_given():
             exported = torch.export.export(_Answering(model, output), args, kwargs, strict=False)
-            exported = exported.run_decompositions(_Opened())
+            if not _readable(exported):
+                exported = exported.run_decompositions(_Opened())
     except ConversionError:
         raise
     except Exception as error:  # whatever the model's own code raises
@@ -183,6 +184,25 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
         model,
         keys,
     )
+
+
+def _readable(exported: Any) -> bool:
+    """Whether nothing changes in place, and all that depends on inputs is read as it is.
+
+    If so, there is nothing to take apart, and the graph need not be recorded a second time.
+    """
+    behind = {node for node in exported.graph.nodes if node.name in exported.graph_signature.user_inputs}
+    for node in exported.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            return False
+        if node.op == "call_function" and any(source in behind for source in node.all_input_nodes):
+            behind.add(node)
+            value = node.meta.get("val")
+            floating = isinstance(value, Tensor) and value.is_floating_point()
+            if floating and _name(node.target) not in (*OPERATORS, "embedding"):
+                return False
+    return True
 
 
 class _Opened(dict[Any, Callable[..., Any]]):
@@ -347,6 +367,9 @@ class Walk:
             return OPERATORS[name](self._reader, node.target, *args, **kwargs)
         except ConversionError as error:
             raise type(error)(f"{where} {error}") from error
+        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ConversionError(f"{where} is used in a way that is not known: {reason}") from error
 
 
 def looked_up(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
