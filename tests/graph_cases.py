@@ -1,4 +1,4 @@
-"""A model against its network: equal near and far, and attacked by its own forward inside the radius that was proved."""
+"""A model against its network: equal near and far, and attacked by its own forward inside the proved radius."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.graph import Converted, to_network
-from holdfast.graph.equality import float64_copy
+from holdfast.graph.equality import float64_copy, model_logits
 from holdfast.network.compositions.certify import certify_inputs
 from holdfast.network.network import Network
 
@@ -75,14 +75,12 @@ class OwnForward:
                          for name, v in self._example.items()}  # fmt: skip
         else:
             self._moved = x
-            given = {name: v[:1].expand(len(x), *v.shape[1:]) for name, v in self._named().items()}
-            given = given[""] if "" in given else given
-        output = self._model(given) if isinstance(given, Tensor) else self._model(**given)
-        logits: Tensor = output if isinstance(output, Tensor) else output["logits"]
+            alone = isinstance(self._example, Tensor)
+            named = {"": self._example} if alone else self._example
+            given = {name: v[:1].expand(len(x), *v.shape[1:]) for name, v in named.items()}
+            given = given[""] if alone else given
+        logits = model_logits(self._model, given)
         return logits if logits.ndim == 2 else logits[:, int(self._kept.nonzero().max())]
-
-    def _named(self) -> dict[str, Tensor]:
-        return {"": self._example} if isinstance(self._example, Tensor) else dict(self._example)
 
 
 def _is_image(example: Any) -> bool:
@@ -129,8 +127,7 @@ def check(model: nn.Module, example: Any, *, close: float = 1e-8) -> Converted:
     with torch.no_grad():
         real = own(x[:1])
         torch.testing.assert_close(network(x[:1]), real, rtol=close, atol=close * float(real.abs().max()))
-        single = model(**example) if isinstance(example, dict) else model(example)
-        logits = single if isinstance(single, Tensor) else single["logits"]
+        logits = model_logits(model, example)
         logits = logits if logits.ndim == 2 else logits[:, -1] if real.shape == logits[:1, -1].shape else logits
         if not isinstance(example, dict) or bool(example.get("attention_mask", torch.ones(1)).all()):
             torch.testing.assert_close(

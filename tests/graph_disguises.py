@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from holdfast.models.config import ModelConfig
@@ -73,12 +73,12 @@ def with_(**steps: Step) -> Callable[[], nn.Module]:
 
 class LayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + F.elu(x, alpha=3.0)
+        return super().forward(x) + functional.elu(x, alpha=3.0)
 
 
 class ReLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return F.leaky_relu(x, 0.3)
+        return functional.leaky_relu(x, 0.3)
 
 
 class Linear(nn.Linear):
@@ -172,7 +172,7 @@ def parametrised(model: Any) -> None:
 
 
 def own_forward(model: Any) -> None:
-    model.head.forward = lambda x: F.linear(x.abs(), model.head.weight, model.head.bias)
+    model.head.forward = lambda x: functional.linear(x.abs(), model.head.weight, model.head.bias)
 
 
 def bound_forward(model: Any) -> None:
@@ -222,7 +222,7 @@ class KeyMemory(Plain):
     def attend(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
         k, v = (torch.cat([t, self.keys.expand(len(x), -1, -1, -1)], 2) for t in (k, v))
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Hyper(Plain):
@@ -268,12 +268,12 @@ class Inherited(Transformer):  # type: ignore[misc]
     """Holdfast's own model with another forward, and the network that it inherits."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return F.elu(super().forward(inputs), alpha=3.0)
+        return functional.elu(super().forward(inputs), alpha=3.0)
 
 
 class InheritedCall(Transformer):  # type: ignore[misc]
     def __call__(self, inputs: Tensor) -> Any:
-        return F.elu(super().__call__(inputs) + 100.0, alpha=3.0) - 100.0
+        return functional.elu(super().__call__(inputs) + 100.0, alpha=3.0) - 100.0
 
 
 def own(change: Callable[[Any], Any] | None = None, kind: type[Transformer] = Transformer) -> Callable[[], nn.Module]:

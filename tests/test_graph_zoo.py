@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 
 from graph_cases import check, pictures, stirred, tokens
@@ -35,7 +35,7 @@ HUGGING_FACE = [
     ("BERT", "BertForSequenceClassification", "BertConfig", WORDS | {"hidden_act": "gelu_new"}, PADDED),
     ("RoBERTa", "RobertaForSequenceClassification", "RobertaConfig", WORDS | {"pad_token_id": 0}, PADDED),
     ("DistilBERT", "DistilBertForSequenceClassification", "DistilBertConfig",
-     {"dim": 8, "activation": "gelu", "n_layers": 1, "n_heads": 2, "hidden_dim": 12, "vocab_size": 30, "num_labels": 3}, PADDED),
+     {"dim": 8, "n_layers": 1, "n_heads": 2, "hidden_dim": 12, "vocab_size": 30, "num_labels": 3}, PADDED),
     ("ALBERT", "AlbertForSequenceClassification", "AlbertConfig",
      WORDS | {"embedding_size": 6, "num_hidden_layers": 2}, PADDED),
     ("GPT-2", "GPT2LMHeadModel", "GPT2Config",
@@ -45,7 +45,8 @@ HUGGING_FACE = [
      PADDED, marks=slow),
     pytest.param("Llama", "LlamaForCausalLM", "LlamaConfig",
      DECODER | {"num_key_value_heads": 1, "tie_word_embeddings": True}, PADDED, marks=rotary),
-    pytest.param("Qwen2", "Qwen2ForCausalLM", "Qwen2Config", DECODER | {"num_key_value_heads": 2}, PLAIN, marks=(slow, rotary)),
+    pytest.param("Qwen2", "Qwen2ForCausalLM", "Qwen2Config",
+     DECODER | {"num_key_value_heads": 2}, PLAIN, marks=(slow, rotary)),
     pytest.param("Mistral", "MistralForSequenceClassification", "MistralConfig",
      DECODER | {"num_key_value_heads": 1}, PADDED, marks=(slow, rotary)),
 ]  # fmt: skip
@@ -119,7 +120,7 @@ class Encoded(nn.Module):
         {},
         {"norm_first": True, "activation": "gelu", "norm": True, "batch_first": True},
         {"mask": "causal", "batch_first": True, "activation": "gelu"},
-        {"mask": "bool", "bias": False, "activation": F.silu, "norm_first": True},
+        {"mask": "bool", "bias": False, "activation": functional.silu, "norm_first": True},
         {"mask": "padding", "batch_first": True, "nested": True},
         {"batch_first": True, "nested": True, "depth": 2, "activation": "gelu"},
     ],
@@ -177,9 +178,9 @@ class FusedQkv(nn.Module):
         x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
         b, n, d = x.shape
         q, k, v = (t.view(b, n, 2, -1).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, d))
+        x = x + self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, d))
         u = self.up(self.norm(x))
-        x = x + F.linear(u * torch.sigmoid(1.702 * u), self.up.weight.t())
+        x = x + functional.linear(u * torch.sigmoid(1.702 * u), self.up.weight.t())
         return self.head(self.norm(x)[:, 0])
 
 
@@ -224,8 +225,8 @@ class GatedBlock(nn.Module):
         y = self.norm(x)
         if self.fused:
             gate, up = self.gate(y).chunk(2, -1)
-            return x + self.down(F.gelu(gate) * up)
-        return x + self.down(F.silu(self.gate(y)[..., :5]) * self.up(y))
+            return x + self.down(functional.gelu(gate) * up)
+        return x + self.down(functional.silu(self.gate(y)[..., :5]) * self.up(y))
 
 
 class Hybrid(nn.Module):
@@ -278,7 +279,7 @@ class DeepT(nn.Module):
         self.net, self.head = nn.Sequential(nn.Linear(d, 12), nn.ReLU(), nn.Linear(12, d)), nn.Linear(d, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.unfold((x - 0.1307) / 0.3081, 4, stride=4).mT
+        x = functional.unfold((x - 0.1307) / 0.3081, 4, stride=4).mT
         x = torch.cat((self.token.expand(len(x), -1, -1), self.patch(x)), 1) + self.place
         b, n, d = x.shape
         q, k, v = (t.view(b, n, self.heads, d).transpose(1, 2) for t in self.qkv(self.norms[0](x)).chunk(3, -1))

@@ -14,7 +14,7 @@ from holdfast.graph import structure
 from holdfast.graph.assemble import stages
 from holdfast.graph.declared import declared
 from holdfast.graph.entrance import Entrance, find_entrance, first_of
-from holdfast.graph.equality import Equality, check_equal, float64_copy, float64_inputs
+from holdfast.graph.equality import Equality, check_as_it_runs, check_equal, float64_copy, float64_inputs
 from holdfast.graph.export import ModelInputs, Program, Walk, export
 from holdfast.graph.perturbation import Perturbation, perturbed
 from holdfast.graph.prune import pruned
@@ -135,6 +135,8 @@ def to_network(
     equality = None
     if inputs is not None:
         equality = check_equal(network, reading.entrance, double, inputs, reading.encode, model_inputs, around=new)
+        if new:
+            check_as_it_runs(network, reading.entrance, model, inputs, reading.encode, model_inputs)
     moved = perturbed(network, reading.entrance and reading.entrance.kind, reading.encode, perturb, inputs)
     return Converted(moved.network, lambda given: moved.encode(float64_inputs(given)), piece, equality)
 

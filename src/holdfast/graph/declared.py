@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from holdfast.errors import ConversionError, InputError
@@ -34,16 +35,23 @@ def declared(model: nn.Module) -> tuple[Network, Callable[[Any], Tensor]] | None
 
 def _stands_by(model: nn.Module) -> bool:
     """Whether every module is run by the `forward` that its declaration, or that of the whole model, goes with."""
-    trusted = {"torch", _definer(type(model), "to_network").__module__.partition(".")[0]}
+    trusted = {"torch", _package(_definer(type(model), "to_network"))}
     return all(_as_declared(module, trusted) for module in model.modules())
 
 
 def _as_declared(module: nn.Module, trusted: set[str]) -> bool:
     forward, order = _definer(type(module), "forward"), type(module).__mro__
-    if _hooked(module) or "forward" in vars(module) or forward.__module__.partition(".")[0] not in trusted:
+    if _hooked(module) or "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
+        return False
+    if not {_package(forward), _package(vars(forward)["forward"])} <= trusted:
         return False
     known = [_definer(type(module), method) for method in _DECLARING if hasattr(type(module), method)]
     return all(order.index(declaring) <= order.index(forward) for declaring in known)
+
+
+def _package(of: Any) -> str:
+    """Where a class or a function was written."""
+    return str(of.__module__).partition(".")[0]
 
 
 def _definer(kind: type, method: str) -> type:
@@ -52,7 +60,9 @@ def _definer(kind: type, method: str) -> type:
 
 
 def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    everywhere = torch.nn.modules.module
+    around = (everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks)
+    return bool(module._forward_hooks or module._forward_pre_hooks or any(around))
 
 
 def _tensor(inputs: Any) -> Tensor:

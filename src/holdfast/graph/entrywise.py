@@ -212,15 +212,15 @@ def _logistic(formula: Polynomial) -> Recognised | None:
 
 
 def _leaky(formula: Polynomial) -> Recognised | None:
-    """S x + t relu(x), s and t of any sign, as a scaled leaky relu of slope s/(s + t)."""
+    """S x + t relu(x), as a leaky relu of slope in [-1, 1]: s + t times that of slope s/(s + t), or mirrored."""
     terms, constant = _split(formula)
     by_name = {m[0][0][0]: (m, c) for m, c in terms if len(m) == 1 and m[0][1] == 1}
     if by_name.keys() != {"x", "relu"} or len(terms) != 2 or by_name["relu"][0][0][0][1] != X:
         return None
     s, t = by_name["x"][1], by_name["relu"][1]
-    if abs(s + t - 1.0) > _CLOSE * 8 or not -1 <= s <= 1:
-        return None
-    return Recognised(LeakyRelu(s), constant=constant)
+    if abs(s) <= abs(s + t):
+        return Recognised(LeakyRelu(s / (s + t)), 1.0, s + t, constant)
+    return Recognised(LeakyRelu((s + t) / s), -1.0, -s, constant)
 
 
 #: Functions of one variable by the name of the operator, where no argument changes them.

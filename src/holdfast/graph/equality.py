@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -11,9 +12,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor, nn
 
-from holdfast.errors import ConversionError, InputError
+from holdfast.errors import ConversionError, HoldfastError, InputError
 from holdfast.graph.entrance import Entrance, each_of
-from holdfast.graph.export import ModelInputs, arguments, logits_of
+from holdfast.graph.export import ModelInputs, arguments, logits_of, reason
 from holdfast.network.network import Network
 
 #: How far logits may be apart, relative to the largest of them: far above rounding in float64, far below any mistake.
@@ -57,25 +58,39 @@ def float64_inputs(inputs: ModelInputs) -> ModelInputs:
             f"inputs are a {type(inputs).__name__}; expected a batch of inputs as one tensor, or keyword arguments "
             "such as a tokenizer returns"
         )
+    return _floats(inputs, lambda t: t.double())
+
+
+def _floats(inputs: ModelInputs, change: Callable[[Tensor], Tensor]) -> ModelInputs:
+    """The inputs with each of their float tensors changed."""
+
+    def each(value: Any) -> Any:
+        return change(value) if _is_float(value) else value
+
     if isinstance(inputs, Tensor):
-        return inputs.double() if inputs.is_floating_point() else inputs
+        return change(inputs) if inputs.is_floating_point() else inputs
     if isinstance(inputs, Mapping):
-        return {name: _double(value) for name, value in inputs.items()}
-    return tuple(_double(value) for value in inputs)
+        return {name: each(value) for name, value in inputs.items()}
+    return tuple(each(value) for value in inputs)
 
 
-def _double(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def model_logits(model: nn.Module, inputs: ModelInputs) -> Tensor:
     """What the model returns: logits (b, classes), or (b, n, classes) of a decoder."""
     args, kwargs = arguments(inputs)
-    with torch.no_grad():
+    try:
         output = model(*args, **kwargs)
+    except HoldfastError:
+        raise
+    except Exception as error:  # whatever the model's own code raises
+        raise ConversionError(f"{type(model).__name__} cannot be run: {reason(error)}") from error
     return logits_of(output, type(model).__name__)
 
 
+@torch.no_grad()
 def check_equal(
     network: Network,
     entrance: Entrance | None,
@@ -104,7 +119,8 @@ def check_equal(
     logits = model_logits(model, model_inputs(inputs))
     answer = logits if entrance is None else entrance.answer(logits)
     single = entrance is not None and entrance.program.casts(entrance.node)
-    worst = compare(network, x, answer, SINGLE if single else TOLERANCE)
+    most = SINGLE if single else TOLERANCE
+    worst = compare(network, x, answer, most)
     count = len(x)
     for one in each_of(inputs)[:_AROUND] if around else ():
         for number, radius in enumerate(RADII):
@@ -113,7 +129,56 @@ def check_equal(
             if real is not None:
                 worst = max(worst, compare(network, moved, real, TOLERANCE))
                 count += 1
+    if around:
+        pair = _answer_in_company(entrance, model, model_inputs(each_of(inputs)[0]))
+        if pair is not None:
+            compare(network, x[:1], pair, most, "the model with another input in the batch")
     return Equality(count, worst)
+
+
+def _answer_in_company(entrance: Entrance | None, model: nn.Module, one: ModelInputs) -> Tensor | None:
+    """What the model answers to an input with another one beside it; None where it takes one at a time."""
+    try:
+        logits = model_logits(model, _in_company(one))[:1]
+    except ConversionError:
+        return None
+    return logits if entrance is None else entrance.answer(logits)
+
+
+def check_as_it_runs(
+    network: Network,
+    entrance: Entrance | None,
+    model: nn.Module,
+    inputs: ModelInputs,
+    encode: Callable[[ModelInputs], Tensor],
+    model_inputs: Callable[[ModelInputs], ModelInputs],
+) -> None:
+    """Compares a network with the model itself: in its own dtype, and with gradients recorded as for an attack."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float64)
+    one = each_of(inputs)[0]
+    with torch.enable_grad():
+        taken = _floats(model_inputs(one), lambda t: t.to(dtype).detach().requires_grad_())
+        logits = model_logits(model, taken).detach().double()
+    answer = logits if entrance is None else entrance.answer(logits)
+    what = f"the model in {dtype} with gradients"
+    compare(network, encode(one), answer, math.sqrt(torch.finfo(dtype).eps), what)
+
+
+def _in_company(one: ModelInputs) -> ModelInputs:
+    """The input and another one beside it."""
+
+    def beside(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.ndim < 2:
+            return value
+        other = value.flip(-1)
+        return torch.cat([value, 2 * other if value.is_floating_point() else other])
+
+    if isinstance(one, Tensor):
+        found: Tensor = beside(one)
+        return found
+    if isinstance(one, Mapping):
+        return {name: beside(value) for name, value in one.items()}
+    return tuple(beside(value) for value in one)
 
 
 def _beside(x: Float64[Tensor, "1 n d"], radius: float, seed: int) -> Float64[Tensor, "1 n d"]:
@@ -132,21 +197,24 @@ def _logits_at(
     model_inputs: Callable[[ModelInputs], ModelInputs],
 ) -> Tensor | None:
     """The model's logits at a point of the network's input space; None where no input of the model leads there."""
-    if isinstance(one, Tensor) and one.is_floating_point():
-        given = model_inputs(moved.reshape(one.shape))
+    if entrance is None and not any(_is_float(value) for value in torch.utils._pytree.tree_leaves(one)):
+        return None
+    if entrance is None or entrance.node.op == "placeholder":
+        given = model_inputs(_floats(one, lambda t: moved.reshape(t.shape)))
         if entrance is None or not entrance.program.casts(entrance.node):
             return model_logits(model, given)
         return entrance.logits(entrance.encode(given), given)
-    if entrance is None or entrance.node.op == "placeholder":
-        return None
     return entrance.logits(moved, one)
 
 
-def compare(network: Network, x: Float64[Tensor, "b n d"], logits: Float64[Tensor, "b classes"], most: float) -> float:
+def compare(
+    network: Network, x: Float64[Tensor, "b n d"], logits: Float64[Tensor, "b classes"], most: float,
+    what: str = "the model",
+) -> float:  # fmt: skip
     """The largest difference of the logits, relative to the largest of them.
 
     Raises:
-        ConversionError: it is larger than `most`.
+        ConversionError: it is larger than `most`; the message says that the network is not `what`.
     """
     with torch.no_grad():
         found = network(x)
@@ -157,7 +225,7 @@ def compare(network: Network, x: Float64[Tensor, "b n d"], logits: Float64[Tenso
     apart, size = float((found - logits).abs().max()), float(logits.abs().max())
     if not apart <= most * max(size, 1e-300):
         raise ConversionError(
-            f"{network.name}: the network is not the model: logits differ by up to {apart:.2g}, the largest is "
+            f"{network.name}: the network is not {what}: logits differ by up to {apart:.2g}, the largest is "
             f"{size:.2g}; expected a difference by rounding alone: the model does more than its graph or its "
             "to_network says"
         )

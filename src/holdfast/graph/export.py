@@ -147,6 +147,7 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
         ConversionError: it cannot be recorded, or changes its own buffers; the message says why.
     """
     args, kwargs = arguments(inputs)
+    before = _attributes(model)
     try:
         with torch.no_grad(), _quiet(), _masks_as_given():
             exported = torch.export.export(_Answering(model, output), args, kwargs, strict=False)
@@ -155,14 +156,25 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
     except ConversionError:
         raise
     except Exception as error:  # whatever the model's own code raises
-        raise ConversionError(f"{type(model).__name__} cannot be read: {_reason(error)}") from error
+        raise ConversionError(f"{type(model).__name__} cannot be read: {reason(error)}") from error
     signature = exported.graph_signature
     changed = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
-    if changed:
+    written = [name.removeprefix("model.") for name in changed.values()]
+    if written:
         raise ConversionError(
-            f"{type(model).__name__} writes to {', '.join(sorted(changed.values()))} when it runs; a certificate is "
+            f"{type(model).__name__} writes to {', '.join(sorted(written))} when it runs; a certificate is "
             "about a model that does not change"
         )
+    after = _attributes(model)
+    moved = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    if moved:
+        raise ConversionError(
+            f"{type(model).__name__} changes its attributes {', '.join(moved)} when it runs; a certificate is about a "
+            "model that does not change"
+        )
+    for node in exported.graph.nodes:
+        if _draws(node):
+            raise ConversionError(f"{Where(node)} draws at random; a certificate needs one formula for all runs")
     given, names, keys = dict[str, Tensor](), list[str](), dict[str, str]()
     for spec in signature.input_specs:
         name = spec.arg.name
@@ -202,6 +214,30 @@ def _readable(exported: Any) -> bool:
             floating = isinstance(value, Tensor) and value.is_floating_point()
             if floating and _name(node.target) not in (*OPERATORS, "embedding"):
                 return False
+    return True
+
+
+def _attributes(model: nn.Module) -> dict[str, Any]:
+    """What modules remember in plain Python values, and the lengths of their collections."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, int | float | str | None):
+                found[f"{path}.{name}".strip(".")] = value
+            elif isinstance(value, list | tuple | dict | set) and not name.startswith("_"):
+                found[f"{path}.{name}".strip(".")] = len(value)
+    return found
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an operator's value is random; dropout that is switched off is not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    name = _name(node.target)
+    if "dropout" in name:
+        return bool(node.args[1]) and bool(node.args[2])
+    if "attention" in name:
+        return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
     return True
 
 
@@ -259,7 +295,7 @@ def _masks_as_given() -> contextlib.AbstractContextManager[Any]:
     )
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """The first sentence of an error, in words that a user of the model can act on."""
     text = str(error)
     if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__:
@@ -355,6 +391,7 @@ class Walk:
                 if source in depends and isinstance(self.values[source], Tensor):
                     self.frontier[source] = self.values[source]
             self.values[node] = self._read(node, args, kwargs)
+            _check_rounding(node, self.values[node])
         found: Value = self.values[self._program.output]
         return found
 
@@ -367,9 +404,17 @@ class Walk:
             return OPERATORS[name](self._reader, node.target, *args, **kwargs)
         except ConversionError as error:
             raise type(error)(f"{where} {error}") from error
-        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ConversionError(f"{where} is used in a way that is not known: {reason}") from error
+        except Exception as error:  # an option or a shape that no piece has
+            raise ConversionError(f"{where} is used in a way that is not known ({reason(error)})") from error
+
+
+def _check_rounding(node: fx.Node, value: Any) -> None:
+    """Refuses what moves in other numbers than float32 and float64: a step's rounding must be too small to matter."""
+    for leaf, known in zip(_leaves(value), _leaves(node.meta.get("val")), strict=False):
+        if _moves(leaf) and isinstance(known, Tensor) and known.dtype not in (torch.float32, torch.float64):
+            raise ConversionError(
+                f"{Where(node)} turns something that moves into {known.dtype}; use float32 or float64"
+            )
 
 
 def looked_up(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -94,6 +94,20 @@ def _scatter(reader: Reader, target: Any, x: Value, source: Value, *args: Any, *
     return reader.where(place, wide, x)
 
 
+@_operator("copy")
+def _copy(reader: Reader, target: Any, place: Value, source: Value, non_blocking: bool = False) -> Value:
+    """What is written into a place: the source in the place's shape."""
+    shape = _shape(place)
+    return reader.rearranged(source, lambda t: t.expand(shape))
+
+
+@_operator("fill")
+def _fill(reader: Reader, target: Any, place: Value, number: Any) -> Value:
+    """One number everywhere."""
+    shape = _shape(place)
+    return reader.rearranged(_value(number), lambda t: t.expand(shape))
+
+
 _PASSING = (
     "clone", "detach", "lift_fresh_copy", "alias", "_to_copy", "to", "float", "double", "type_as", "dropout",
     "native_dropout", "feature_dropout", "alpha_dropout",
@@ -109,9 +123,6 @@ def _same(reader: Reader, target: Any, x: Value, *args: Any, **kwargs: Any) -> V
     name = target._schema.name.partition("::")[2]
     if "dropout" in name and len(args) > 1 and args[1] and args[0]:
         refuse("drops entries at random; call model.eval(), and leave out dropout that is always on")
-    dtype = kwargs.get("dtype") or next((arg for arg in args if isinstance(arg, torch.dtype)), None)
-    if dtype is not None and not dtype.is_floating_point:
-        refuse(f"turns something that moves into {dtype}")
     return x
 
 
@@ -346,6 +357,11 @@ def _batch_norm(reader: Reader, target: Any, x: Value, weight: Tensor | None, bi
     if training or mean is None or variance is None:
         refuse("normalises by the batch; call model.eval(), and keep running statistics")
     return _by_statistics(reader, x, weight, bias, mean, variance, eps)
+
+
+@_operator("_native_batch_norm_legit", "_native_batch_norm_legit_functional")
+def _batch_statistics(reader: Reader, target: Any, *args: Any, **kwargs: Any) -> Value:
+    refuse("normalises by the batch; call model.eval(), and keep running statistics")
 
 
 @_operator("_native_batch_norm_legit_no_training", "native_batch_norm")

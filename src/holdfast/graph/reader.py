@@ -152,7 +152,7 @@ class Reader:
         assert not isinstance(a, Tensor)
         if isinstance(a, MeanSquare):
             if b.numel() != 1 or a.power != 1:
-                refuse("adds more than one number to mean squares")
+                refuse("adds several numbers to mean squares, or one to their root; add one eps under the root")
             return replace(a, eps=a.eps + float(b))
         if isinstance(a, Entrywise):
             if b.numel() == 1 and b.ndim <= len(a.value.shape):
@@ -297,12 +297,12 @@ class Reader:
 
     def linear(self, x: Value, weight: Value, bias: Value | None = None) -> Value:
         """X Aᵀ + b over the last dimension."""
-        if not isinstance(weight, Tensor) or not isinstance(bias, Tensor | None):
-            refuse("has weights that depend on what moves")
+        matrix, own = _fixed(weight), _fixed(bias)
+        assert matrix is not None
         if isinstance(x, Tensor):
-            return torch.nn.functional.linear(x, weight, bias)
-        c = len(weight)
-        shift = torch.zeros(c, dtype=torch.float64) if bias is None else bias.double()
+            return torch.nn.functional.linear(x.double(), matrix, own)
+        c = len(matrix)
+        shift = torch.zeros(c, dtype=torch.float64) if own is None else own
         value = self.moving(x)
         rows, columns = structure.token_view(value)
         d = value.point.shape[1]
@@ -310,13 +310,13 @@ class Reader:
             point = structure.matrix_of(value)
             value = point.view(value.shape)
             rows, columns, d = torch.arange(point.shape[0]), torch.arange(point.shape[1]), point.shape[1]
-        matrix = torch.zeros(d, c, dtype=torch.float64)
-        matrix[columns] = weight.double().mT
+        wide = torch.zeros(d, c, dtype=torch.float64)
+        wide[columns] = matrix.mT
         shape = (*value.shape[:-1], c)
         row = rows.reshape(*shape[:-1], 1).expand(shape)
         ones = torch.ones(1, dtype=torch.float64).expand(shape)
         term = Term(torch.arange(c).expand(shape), ones)
-        return Moving(value.point, row, (term,), Map(matrix, shift), torch.zeros_like(ones))
+        return Moving(value.point, row, (term,), Map(wide, shift), torch.zeros_like(ones))
 
     def matmul(self, a: Value, b: Value) -> Value:
         """The product of the last two dimensions, broadcast over the others."""
@@ -361,20 +361,19 @@ class Reader:
         groups: int,
     ) -> Value:
         """Over one or two dimensions of (1, channels, …)."""
-        if not isinstance(weight, Tensor) or not isinstance(bias, Tensor | None):
-            refuse("has weights that depend on what moves")
+        kernel, own = _fixed(weight), _fixed(bias)
+        assert kernel is not None
         value = self.moving(x)
         if value.shape[0] != 1 or len(value.shape) not in (3, 4):
             refuse(f"convolves a tensor of shape {tuple(value.shape)}; expected one input in one or two dimensions")
         flat = len(value.shape) == 3
-        w = weight.unsqueeze(-2) if flat else weight
+        w = kernel.unsqueeze(-2) if flat else kernel
         stride, padding, dilation = ([1, *o] if flat else [*o] for o in (stride, padding, dilation))
         padding = [0, padding[1]] if flat else padding
-        dense = _dense_kernel(w.double(), groups, dilation)
+        dense = _dense_kernel(w, groups, dilation)
         channels, size = dense.shape[1], (1, value.shape[2]) if flat else (value.shape[2], value.shape[3])
         image = structure.matrix_of(value, (channels, size[0] * size[1]))
-        b = None if bias is None else bias.double()
-        piece = PatchEmbedding(dense, b, size, (stride[0], stride[1]), (padding[0], padding[1]))
+        piece = PatchEmbedding(dense, own, size, (stride[0], stride[1]), (padding[0], padding[1]))
         grid = [(size[i] + 2 * padding[i] - dense.shape[2 + i]) // stride[i] + 1 for i in (0, 1)]
         d = len(dense)
         point = structure.through(image, (grid[0] * grid[1], d), piece, label="convolution")
@@ -425,8 +424,10 @@ class Reader:
     def _normalised(self, value: Value, squares: MeanSquare, power: float) -> Value:
         """Value / √(factor · mean square + eps), which RMSNorm computes."""
         numerator = self.moving(value)
-        if squares.power != power or squares.shape[-1:] != (1,) or not same(numerator, squares.value):
+        if squares.power != power or not squares.keepdim or not same(numerator, squares.value):
             refuse("divides by the root of mean squares of something else than what it divides")
+        if squares.factor <= 0 or squares.eps <= 0:
+            refuse("divides by the root of mean squares without a positive eps added, so that its slope has no bound")
         kappa = squares.eps / squares.factor
         point, centred = structure.centred(numerator)
         d = numerator.shape[-1]
@@ -438,17 +439,17 @@ class Reader:
     def layer_norm(self, x: Value, size: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Value:
         """Over the last dimensions, `size` numbers together."""
         value = self.moving(x)
-        d = size
-        gamma = torch.ones(d, dtype=torch.float64) if weight is None else weight.double().flatten()
-        beta = torch.zeros(d, dtype=torch.float64) if bias is None else bias.double().flatten()
+        d, factor, shift = size, _fixed(weight), _fixed(bias)
+        gamma = torch.ones(d, dtype=torch.float64) if factor is None else factor.flatten()
+        beta = torch.zeros(d, dtype=torch.float64) if shift is None else shift.flatten()
         point = structure.matrix_of(value, (value.row.numel() // d, d))
         return structure.through(point, point.shape, LayerNorm(gamma, beta, eps), label="layer norm").view(value.shape)
 
     def rms_norm(self, x: Value, size: int, weight: Tensor | None, eps: float | None) -> Value:
-        value = self.moving(x)
+        value, factor = self.moving(x), _fixed(weight)
         if eps is None:
             refuse("has no eps, so that its value depends on the dtype; set it")
-        gamma = torch.ones(size, dtype=torch.float64) if weight is None else weight.double().flatten()
+        gamma = torch.ones(size, dtype=torch.float64) if factor is None else factor.flatten()
         point = structure.matrix_of(value, (value.row.numel() // size, size))
         return structure.through(point, point.shape, RMSNorm(gamma, eps), label="RMS norm").view(value.shape)
 
@@ -462,10 +463,10 @@ class Reader:
 
     def channels(self, x: Value, factor: Tensor | None, shift: Tensor | None) -> Value:
         """One factor and one shift for each channel of (1, channels, …): BatchNorm in evaluation."""
-        value = self.moving(x)
+        value, factor, shift = self.moving(x), _fixed(factor), _fixed(shift)
         shape = (-1, *(1 for _ in value.shape[2:]))
-        value = value if factor is None else value.scaled(factor.double().reshape(shape))
-        return value if shift is None else value.shifted(shift.double().reshape(shape))
+        value = value if factor is None else value.scaled(factor.reshape(shape))
+        return value if shift is None else value.shifted(shift.reshape(shape))
 
     # -- attention
 
@@ -520,12 +521,19 @@ class Reader:
             return a.filled(~condition, float(b))
         if isinstance(b, Scores) and isinstance(a, Tensor) and a.numel() == 1:
             return b.filled(condition, float(a))
-        if bool(condition.all()) or not bool(condition.any()):
-            return a if bool(condition.all()) else b
         parts: list[Value] = [part if isinstance(part, Tensor) else self.moving(part) for part in (a, b)]
         shape = broadcast(condition.shape, *(part.shape for part in parts if not isinstance(part, Entrywise)))
         wide = [self.rearranged(part, lambda t: t.expand(shape)) for part in parts]
+        if bool(condition.all()) or not bool(condition.any()):
+            return wide[0] if bool(condition.all()) else wide[1]
         return self.joined(wide, lambda pair: torch.where(condition, pair[0], pair[1]))
+
+
+def _fixed(weight: Value | None) -> Tensor | None:
+    """A weight in float64, which must not move."""
+    if not isinstance(weight, Tensor | None):
+        refuse("has weights that depend on what moves")
+    return None if weight is None else weight.double()
 
 
 def entries(phi: Activation, active: Tensor) -> Piece:

@@ -19,6 +19,7 @@ from holdfast.network.attention import Attention
 
 #: A score that is not above this is out of reach for any other: the pair is masked.
 FORBIDDEN = -1e30
+_SMALL = 1e-6  # what may be done to masked scores, relative to how far they are out of reach
 
 
 class UnknownAttentionError(ConversionError):
@@ -65,14 +66,16 @@ class Scores:
             _refuse("scores are multiplied by more than one number, or after softmax")
         number = float(factor)
         scale = self.scale / number if divide else self.scale * number
-        if scale <= 0 and bool(self.bias.isinf().any()):
-            _refuse("masked scores are multiplied by a number that is not positive")
+        if scale < _SMALL * self.scale and bool(self.bias.isinf().any()):
+            _refuse("masked scores are multiplied by a number that is not positive, or brings them into reach")
         return replace(self, scale=scale, bias=self.bias / number if divide else self.bias * number)
 
     def shifted(self, term: Tensor | float) -> Scores:
         term = torch.as_tensor(term, dtype=torch.float64)
         if self.normalised or broadcast(self.shape, term.shape) != self.shape:
             _refuse("something is added to attention probabilities, or scores are repeated")
+        if float(term.max()) > -_SMALL * FORBIDDEN:
+            _refuse("a number is added to scores that may bring masked ones into reach")
         return replace(self, bias=_forbid(self.bias + term))
 
     def filled(self, mask: Tensor, value: float) -> Scores:

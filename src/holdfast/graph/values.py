@@ -55,7 +55,7 @@ class Point:
         """Its entries, row after row, as a tensor of the shape."""
         entries = torch.arange(self.shape[0] * self.shape[1]).reshape(tuple(shape))
         row, column = entries // self.shape[1], entries % self.shape[1]
-        ones = torch.ones(1, dtype=torch.float64).expand(entries.shape)
+        ones = torch.ones((), dtype=torch.float64).expand(entries.shape)
         return Moving(self, row, (Term(column, ones),), None, torch.zeros_like(ones))
 
 
