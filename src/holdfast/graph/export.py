@@ -187,8 +187,9 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
             keys[name] = str(spec.target).removeprefix("model.")
     nodes = tuple(exported.graph.nodes)
     tensors = [name for name in names if any(n.name == name and isinstance(n.meta.get("val"), Tensor) for n in nodes)]
+    needed = _needed(nodes[-1])
     return Program(
-        tuple(n for n in nodes if n.op != "output"),
+        tuple(n for n in nodes if n in needed),
         given,
         tuple(tensors),
         nodes[-1].args[0][0],
@@ -196,6 +197,17 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
         model,
         keys,
     )
+
+
+def _needed(end: fx.Node) -> set[fx.Node]:
+    """Inputs, weights, and all nodes that what is returned depends on."""
+    found, pending = {n for n in end.graph.nodes if n.op == "placeholder"}, list(end.all_input_nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
 
 
 def _readable(exported: Any) -> bool:
