@@ -50,6 +50,8 @@ class Entrance:
 
     def admits(self, inputs: ModelInputs) -> bool:
         """Whether the network serves these inputs: they differ from those that were read in what moves alone."""
+        if isinstance(inputs, Tensor) and self.node.op == "placeholder":
+            return inputs.shape[1:] == self.first[self.node.name].shape[1:]
         try:
             return all(self._admits(one) for one in each_of(inputs))
         except InputError:
@@ -62,17 +64,13 @@ class Entrance:
         beside = {name for name in feed if name != self.node.name}
         if all(torch.equal(feed[name], self.first[name]) for name in beside):
             return True
-        if self.kept is not None or not self.frontier:
-            mask = _mask(self.program, feed)
-            if (mask is None) != (self.kept is None) or (mask is not None and not torch.equal(mask, self._row)):
-                return False
+        mask = _mask(self.program, feed)
+        if (mask is None) != (self.kept is None):
+            return False
+        if mask is not None and self.kept is not None and not torch.equal(mask, self.kept):
+            return False
         found = self.program.constants(feed, self.frontier)
         return all(torch.equal(found[node], known) for node, known in self.frontier.items())
-
-    @property
-    def _row(self) -> Tensor:
-        assert self.kept is not None
-        return self.kept
 
     def encode(self, inputs: ModelInputs) -> Float64[Tensor, "b n d"]:
         """A batch of inputs as they enter the network."""
@@ -83,6 +81,8 @@ class Entrance:
                 f"these inputs differ from the example ({sizes} for one input) in shape, padding or types; a network "
                 "serves one kind: convert these inputs too"
             )
+        if isinstance(inputs, Tensor) and self.node.op == "placeholder":
+            return inputs.double().reshape(-1, *self.moving.point.shape)
         return torch.cat([self._encode(self.program.feed(one)) for one in each_of(inputs)])
 
     def _encode(self, feed: Mapping[str, Tensor]) -> Float64[Tensor, "1 n d"]:

@@ -151,7 +151,8 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
     try:
         with torch.no_grad(), _quiet(), _masks_as_given():
             exported = torch.export.export(_Answering(model, output), args, kwargs, strict=False)
-            exported = exported.run_decompositions(_Opened())
+            if not _readable(exported):
+                exported = exported.run_decompositions(_Opened())
     except ConversionError:
         raise
     except Exception as error:  # whatever the model's own code raises
@@ -186,8 +187,9 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
             keys[name] = str(spec.target).removeprefix("model.")
     nodes = tuple(exported.graph.nodes)
     tensors = [name for name in names if any(n.name == name and isinstance(n.meta.get("val"), Tensor) for n in nodes)]
+    needed = _needed(nodes[-1])
     return Program(
-        tuple(n for n in nodes if n.op != "output"),
+        tuple(n for n in nodes if n in needed),
         given,
         tuple(tensors),
         nodes[-1].args[0][0],
@@ -195,6 +197,36 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
         model,
         keys,
     )
+
+
+def _needed(end: fx.Node) -> set[fx.Node]:
+    """Inputs, weights, and all nodes that what is returned depends on."""
+    found, pending = {n for n in end.graph.nodes if n.op == "placeholder"}, list(end.all_input_nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def _readable(exported: Any) -> bool:
+    """Whether nothing changes in place, and all that depends on inputs is read as it is.
+
+    If so, there is nothing to take apart, and the graph need not be recorded a second time.
+    """
+    behind = {node for node in exported.graph.nodes if node.name in exported.graph_signature.user_inputs}
+    for node in exported.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            return False
+        if node.op == "call_function" and any(source in behind for source in node.all_input_nodes):
+            behind.add(node)
+            value = node.meta.get("val")
+            floating = isinstance(value, Tensor) and value.is_floating_point()
+            if floating and _name(node.target) not in (*OPERATORS, "embedding"):
+                return False
+    return True
 
 
 def _attributes(model: nn.Module) -> dict[str, Any]:

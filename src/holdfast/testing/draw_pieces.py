@@ -74,9 +74,8 @@ def _kinked_mlp(dice: Dice, size: float) -> tuple[Piece, int]:
     w1, b1, w2, b2 = _weights(dice, size)
     if dice.pick(False, False, True):
         return _sll(dice, w1, b1, "relu"), len(w1)
-    return KinkedMlp(
-        w1, b1, dice.pick("relu", "abs", LeakyRelu(0.1), LeakyRelu(-0.5)), w2, b2, residual=dice.pick(0.0, 1.0)
-    ), len(w1)
+    phi = dice.pick(activations["relu"], activations["abs"], LeakyRelu(0.1), LeakyRelu(-0.5))
+    return KinkedMlp(w1, b1, phi, w2, b2, residual=dice.pick(0.0, 1.0)), len(w1)
 
 
 def _sll(dice: Dice, w: Tensor, b: Tensor, phi: str) -> Piece:
