@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from holdfast.errors import ConversionError, InputError
 from holdfast.graph.entrance import Entrance, each_of
 from holdfast.graph.export import ModelInputs, arguments
+from holdfast.graph.onnx import OnnxModel
 from holdfast.network.network import Network
 
 #: How far logits may be apart, relative to the largest of them: far above rounding in float64, far below any mistake.
@@ -101,6 +102,8 @@ def check_equal(
     """
     x = encode(inputs)
     logits = model_logits(model, model_inputs(inputs))
+    if isinstance(model, OnnxModel):
+        model.check(model_inputs(inputs), logits)
     answer = logits if entrance is None else entrance.answer(logits)
     single = entrance is not None and entrance.program.casts(entrance.node)
     worst = compare(network, x, answer, SINGLE if single else TOLERANCE)
@@ -132,6 +135,8 @@ def _logits_at(
     """The model's logits at a point of the network's input space; None where no input of the model leads there."""
     if isinstance(one, Tensor) and one.is_floating_point():
         given = model_inputs(moved.reshape(one.shape))
+        if isinstance(model, OnnxModel):
+            model.check(given, model_logits(model, given))
         if entrance is None or not entrance.program.casts(entrance.node):
             return model_logits(model, given)
         return entrance.logits(entrance.encode(given), given)

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -23,6 +24,8 @@ ModelInputs = Tensor | Mapping[str, Any] | tuple[Any, ...]
 
 
 Environment = dict[fx.Node, Any]
+
+_HERE = str(Path(__file__).parent)
 
 
 def arguments(inputs: ModelInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -252,8 +255,8 @@ class Where:
         stack = node.meta.get("nn_module_stack") or {}
         self.module = next((path for path, _ in reversed(stack.values()) if path), "")
         lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-        own = [line for line in lines if "/torch/" not in line[0]]
-        self.line = "{}:{}".format(*(own or lines)[-1]) if lines else ""
+        own = [line for line in lines if "/torch/" not in line[0] and not line[0].startswith(_HERE)]
+        self.line = "{}:{}".format(*own[-1]) if own else ""
 
     def __str__(self) -> str:
         place = f"module {self.module!r}" if self.module else "the model"

@@ -50,6 +50,7 @@ class Point:
 
     shape: tuple[int, int]
     step: Step | None = None
+    memory: list[tuple[Moving, Point]] = field(default_factory=list, repr=False)  # points that were made from it
 
     def view(self, shape: Sequence[int]) -> Moving:
         """Its entries, row after row, as a tensor of the shape."""
@@ -131,8 +132,24 @@ class Moving:
     def shifted(self, constant: Tensor | float) -> Moving:
         """With something added that does not move."""
         constant = torch.as_tensor(constant, dtype=torch.float64)
+        of_channels = constant.shape[-1:] == self.shape[-1:] and constant.numel() == constant.shape[-1:].numel()
+        if self.map is not None and of_channels and constant.ndim <= len(self.shape) and self._is_unbiased(self.map):
+            return replace(self, map=Map(self.map.matrix, constant.flatten()), memory={})
         wide = self.expand(torch.broadcast_shapes(self.shape, constant.shape))
         return replace(wide, constant=wide.constant + constant, memory={})
+
+    def _is_unbiased(self, own: Map) -> bool:
+        """Whether the entries are those of x W, row by row, and nothing else: the next constant is their bias."""
+        column = torch.arange(len(own.bias))
+        return (
+            len(self.terms) == 1
+            and self.shape[-1:] == column.shape
+            and not bool(own.bias.any())
+            and not bool(self.constant.any())
+            and not bool((self.row == FIXED).any())
+            and bool((self.terms[0].gain == 1).all())
+            and torch.equal(self.terms[0].column, column.expand(self.shape))
+        )
 
     @property
     def plain(self) -> bool:
@@ -165,7 +182,9 @@ def same(a: Moving, b: Moving) -> bool:
         if a.map is None or b.map is None or a.map.matrix.shape != b.map.matrix.shape:
             return False
         pairs += [(a.map.matrix, b.map.matrix), (a.map.bias, b.map.bias)]
-    pairs += [(x, y) for s, t in zip(a.terms, b.terms, strict=True) for x, y in ((s.column, t.column), (s.gain, t.gain))]
+    pairs += [
+        (x, y) for s, t in zip(a.terms, b.terms, strict=True) for x, y in ((s.column, t.column), (s.gain, t.gain))
+    ]
     return all(torch.equal(x, y) for x, y in pairs)
 
 
