@@ -95,7 +95,7 @@ def recognise(formula: Polynomial) -> Recognised | None:
     for phi, known in _known():
         if _alike(formula, known):
             return Recognised(phi)
-    for read in (_silu, _logistic, _leaky):
+    for read in (_silu, _gelu, _logistic, _leaky):
         found = read(formula)
         if found is not None:
             return found
@@ -168,6 +168,20 @@ def _silu(formula: Polynomial) -> Recognised | None:
         return None
     c = _slope(factors["sigmoid"][0])
     return None if c is None or c <= 0 else Recognised(activations["silu"], c, terms[0][1] / c)
+
+
+def _gelu(formula: Polynomial) -> Recognised | None:
+    """Of a x (1 + erf(c x)) = 2a/s gelu(s x) with s = c √2: where √2 was rounded to float32, s is not 1."""
+    terms, constant = _split(formula)
+    if len(terms) != 2 or constant or terms[0][1] != terms[1][1]:
+        return None
+    product = next((monomial for monomial, _ in terms if len(monomial) == 2), None)
+    factors = {name: (argument, power) for (name, argument), power in product or ()}
+    if X.terms[0][0] not in dict(terms) or factors.keys() != {"x", "erf"} or any(p != 1 for _, p in factors.values()):
+        return None
+    c = _slope(factors["erf"][0])
+    s = 0.0 if c is None else c * math.sqrt(2)
+    return None if s <= 0 else Recognised(activations["gelu"], s, 2 * terms[0][1] / s)
 
 
 def _function(formula: Polynomial, name: str) -> tuple[float, float, float] | None:

@@ -11,6 +11,7 @@ that no layout has to be guessed: which head, token and channel an entry belongs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
@@ -23,6 +24,8 @@ from holdfast.network.base import Piece
 
 #: The row of an entry that does not move.
 FIXED = -1
+
+_ROUNDING = 1e-15  # numbers are in proportion if their ratios differ by rounding alone
 
 
 @final
@@ -186,6 +189,19 @@ def same(a: Moving, b: Moving) -> bool:
         (x, y) for s, t in zip(a.terms, b.terms, strict=True) for x, y in ((s.column, t.column), (s.gain, t.gain))
     ]
     return all(torch.equal(x, y) for x, y in pairs)
+
+
+def proportion(a: Moving, b: Moving) -> float | None:
+    """The number c for which a = c b, up to the rounding of c; None where there is none."""
+    if a.point is not b.point or a.shape != b.shape or len(a.terms) != len(b.terms) or not a.row.numel():
+        return None
+    place = b.terms[0].gain.abs().argmax()
+    c = float(a.terms[0].gain.flatten()[place] / b.terms[0].gain.flatten()[place])
+    numbers = [(a.constant, b.constant), *((s.gain, t.gain) for s, t in zip(a.terms, b.terms, strict=True))]
+    if not math.isfinite(c) or not all(torch.allclose(x, c * y, rtol=_ROUNDING, atol=0.0) for x, y in numbers):
+        return None
+    likewise = tuple(Term(t.column, own.gain) for t, own in zip(b.terms, a.terms, strict=True))
+    return c if same(a, replace(b, terms=likewise, constant=a.constant)) else None
 
 
 def added(a: Moving, b: Moving) -> Moving | None:
