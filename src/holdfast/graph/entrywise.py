@@ -61,6 +61,18 @@ class Polynomial:
     def scaled(self, c: float, *, divide: bool = False) -> Polynomial:
         return Polynomial.of({m: d / c if divide else d * c for m, d in self.terms})
 
+    def at(self, s: float) -> Polynomial:
+        """The formula in s x in the place of x."""
+        if s == 1:
+            return self
+        total = Polynomial(())
+        for monomial, c in self.terms:
+            for (name, argument), power in monomial:
+                c *= s**power if name == "x" else 1.0
+            factors = (((name, argument and argument.at(s)), power) for (name, argument), power in monomial)
+            total += Polynomial.of({tuple(sorted(factors, key=repr)): c})
+        return total
+
 
 X = Polynomial.of({((("x", None), 1),): 1.0})
 
@@ -92,14 +104,31 @@ class Recognised:
 
 def recognise(formula: Polynomial) -> Recognised | None:
     """The activation whose formula this is, if it is known."""
+    terms, constant = _split(formula)
+    bare = Polynomial.of(dict(terms))
     for phi, known in _known():
-        if _alike(formula, known):
-            return Recognised(phi)
-    for read in (_silu, _gelu, _logistic, _leaky):
-        found = read(formula)
+        found = _multiple(bare, known)
         if found is not None:
-            return found
-    return None
+            return Recognised(phi, *found, constant)
+    return _logistic(formula) or _leaky(formula)
+
+
+def _multiple(formula: Polynomial, known: Polynomial) -> tuple[float, float] | None:
+    """(s, a), where the formula is a · known(s x)."""
+    slope, reference = _inner(formula), _inner(known)
+    if not slope or not reference:
+        return None
+    s = slope / reference
+    turned = known.at(s)
+    coefficients = [_by_shape(p)[0][1] for p in (formula, turned)]
+    a = coefficients[0] / coefficients[1]
+    return (s, a) if _alike(formula, turned.scaled(a)) else None
+
+
+def _inner(formula: Polynomial) -> float | None:
+    """The coefficient of x in what the first function in a formula is of."""
+    arguments = [argument for m, _ in _by_shape(formula) for (_, argument), _ in m if argument is not None]
+    return dict(arguments[0].terms).get(X.terms[0][0]) if arguments else None
 
 
 def _known() -> list[tuple[Activation, Polynomial]]:
@@ -158,32 +187,6 @@ def _split(formula: Polynomial) -> tuple[list[tuple[Monomial, float]], float]:
     return [term for term in formula.terms if term[0]], dict(formula.terms).get((), 0.0)
 
 
-def _silu(formula: Polynomial) -> Recognised | None:
-    """a x σ(c x) = a/c silu(c x)."""
-    terms, constant = _split(formula)
-    if len(terms) != 1 or constant:
-        return None
-    factors = {name: (argument, power) for (name, argument), power in terms[0][0]}
-    if factors.keys() != {"x", "sigmoid"} or any(power != 1 for _, power in factors.values()):
-        return None
-    c = _slope(factors["sigmoid"][0])
-    return None if c is None or c <= 0 else Recognised(activations["silu"], c, terms[0][1] / c)
-
-
-def _gelu(formula: Polynomial) -> Recognised | None:
-    """Of a x (1 + erf(c x)) = 2a/s gelu(s x) with s = c √2: where √2 was rounded to float32, s is not 1."""
-    terms, constant = _split(formula)
-    if len(terms) != 2 or constant or terms[0][1] != terms[1][1]:
-        return None
-    product = next((monomial for monomial, _ in terms if len(monomial) == 2), None)
-    factors = {name: (argument, power) for (name, argument), power in product or ()}
-    if X.terms[0][0] not in dict(terms) or factors.keys() != {"x", "erf"} or any(p != 1 for _, p in factors.values()):
-        return None
-    c = _slope(factors["erf"][0])
-    s = 0.0 if c is None else c * math.sqrt(2)
-    return None if s <= 0 else Recognised(activations["gelu"], s, 2 * terms[0][1] / s)
-
-
 def _function(formula: Polynomial, name: str) -> tuple[float, float, float] | None:
     """(a, c, b), where the formula is a f(c x) + b."""
     terms, constant = _split(formula)
@@ -195,13 +198,12 @@ def _function(formula: Polynomial, name: str) -> tuple[float, float, float] | No
 
 
 def _logistic(formula: Polynomial) -> Recognised | None:
-    """a σ(c x) + b = a/2 tanh(c x/2) + a/2 + b, and a tanh(c x) + b; c is doubled or halved exactly."""
+    """a σ(c x) + b = a/2 tanh(c x/2) + a/2 + b; c is halved exactly."""
     found = _function(formula, "sigmoid")
-    if found is not None:
-        a, c, b = found
-        return Recognised(activations["tanh"], c / 2, a / 2, a / 2 + b)
-    found = _function(formula, "tanh")
-    return None if found is None else Recognised(activations["tanh"], found[1], found[0], found[2])
+    if found is None:
+        return None
+    a, c, b = found
+    return Recognised(activations["tanh"], c / 2, a / 2, a / 2 + b)
 
 
 def _leaky(formula: Polynomial) -> Recognised | None:

@@ -19,7 +19,7 @@ from holdfast.errors import ConversionError
 from holdfast.graph import structure
 from holdfast.graph.entrywise import FUNCTIONS, Entrywise, Polynomial, X, recognise
 from holdfast.graph.scores import Attended, Scores, attend, product
-from holdfast.graph.values import Map, Moving, Point, Step, Term, added, joined, proportion, same
+from holdfast.graph.values import Map, Moving, Point, Step, Term, added, joined, multiple, same
 from holdfast.network.activations import Activation, SmoothActivation
 from holdfast.network.base import Piece
 from holdfast.network.embedding import PatchEmbedding
@@ -222,12 +222,13 @@ class Reader:
             return None
         found = []
         for each in (a, b):
-            if isinstance(each, Moving) and (c := proportion(each, value)) is not None:
-                found.append(Entrywise(value, X.scaled(c)))
-            elif isinstance(each, Entrywise) and same(each.value, value):
-                found.append(each)
-            else:
+            if not isinstance(each, Moving | Entrywise):
                 return None
+            own = each if isinstance(each, Entrywise) else Entrywise(each, X)
+            c = multiple(own.value, value)
+            if c is None:
+                return None
+            found.append(Entrywise(value, own.formula.at(c)))
         return found[0], found[1]
 
     def _product(self, a: Moving, b: Moving) -> Moving:

@@ -11,7 +11,6 @@ that no layout has to be guessed: which head, token and channel an entry belongs
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
@@ -24,8 +23,6 @@ from holdfast.network.base import Piece
 
 #: The row of an entry that does not move.
 FIXED = -1
-
-_ROUNDING = 1e-15  # numbers are in proportion if their ratios differ by rounding alone
 
 
 @final
@@ -135,24 +132,21 @@ class Moving:
     def shifted(self, constant: Tensor | float) -> Moving:
         """With something added that does not move."""
         constant = torch.as_tensor(constant, dtype=torch.float64)
-        of_channels = constant.shape[-1:] == self.shape[-1:] and constant.numel() == constant.shape[-1:].numel()
-        if self.map is not None and of_channels and constant.ndim <= len(self.shape) and self._is_unbiased(self.map):
-            return replace(self, map=Map(self.map.matrix, constant.flatten()), memory={})
         wide = self.expand(torch.broadcast_shapes(self.shape, constant.shape))
+        if wide.map is not None and constant.shape and constant.numel() == constant.shape[-1] and wide.is_mapped():
+            bias = wide.map.bias + constant.flatten()
+            return replace(wide, map=Map(wide.map.matrix, bias), memory={})
         return replace(wide, constant=wide.constant + constant, memory={})
 
-    def _is_unbiased(self, own: Map) -> bool:
-        """Whether the entries are those of x W, row by row, and nothing else: the next constant is their bias."""
-        column = torch.arange(len(own.bias))
-        return (
-            len(self.terms) == 1
-            and self.shape[-1:] == column.shape
-            and not bool(own.bias.any())
-            and not bool(self.constant.any())
-            and not bool((self.row == FIXED).any())
-            and bool((self.terms[0].gain == 1).all())
-            and torch.equal(self.terms[0].column, column.expand(self.shape))
-        )
+    def is_mapped(self) -> bool:
+        """Whether every row is a whole row of the point behind the map, and nothing else."""
+        if self.map is None or len(self.terms) > 1 or bool((self.row == FIXED).any()) or not self.shape:
+            return False
+        (term,) = self.terms
+        whole = torch.arange(len(self.map.bias))
+        if self.shape[-1] != len(whole) or not bool((term.column == whole).all()):
+            return False
+        return bool((term.gain == 1).all()) and not bool(self.constant.any())
 
     @property
     def plain(self) -> bool:
@@ -185,23 +179,28 @@ def same(a: Moving, b: Moving) -> bool:
         if a.map is None or b.map is None or a.map.matrix.shape != b.map.matrix.shape:
             return False
         pairs += [(a.map.matrix, b.map.matrix), (a.map.bias, b.map.bias)]
-    pairs += [
-        (x, y) for s, t in zip(a.terms, b.terms, strict=True) for x, y in ((s.column, t.column), (s.gain, t.gain))
-    ]
+    pairs += [(x, y) for s, t in zip(a.terms, b.terms, strict=True) for x, y in ((s.column, t.column), (s.gain, t.gain))]
     return all(torch.equal(x, y) for x, y in pairs)
 
 
-def proportion(a: Moving, b: Moving) -> float | None:
-    """The number c for which a = c b, up to the rounding of c; None where there is none."""
-    if a.point is not b.point or a.shape != b.shape or len(a.terms) != len(b.terms) or not a.row.numel():
+def multiple(a: Moving, b: Moving) -> float | None:
+    """The number c with a = c b, up to the rounding of c b; None where there is none."""
+    if same(a, b):
+        return 1.0
+    largest = int(b.terms[0].gain.abs().argmax())
+    size = float(b.terms[0].gain.flatten()[largest])
+    if a.point is not b.point or a.shape != b.shape or size == 0:
         return None
-    place = b.terms[0].gain.abs().argmax()
-    c = float(a.terms[0].gain.flatten()[place] / b.terms[0].gain.flatten()[place])
-    numbers = [(a.constant, b.constant), *((s.gain, t.gain) for s, t in zip(a.terms, b.terms, strict=True))]
-    if not math.isfinite(c) or not all(torch.allclose(x, c * y, rtol=_ROUNDING, atol=0.0) for x, y in numbers):
-        return None
-    likewise = tuple(Term(t.column, own.gain) for t, own in zip(b.terms, a.terms, strict=True))
-    return c if same(a, replace(b, terms=likewise, constant=a.constant)) else None
+    c = float(a.terms[0].gain.flatten()[largest]) / size
+
+    def snapped(x: Tensor, y: Tensor) -> Tensor:
+        """X, with what differs by rounding from c y put in its place."""
+        return torch.where((x - c * y).abs() <= 1e-15 * x.abs(), c * y, x)
+
+    pairs = zip(a.terms, b.terms, strict=False)
+    terms = tuple(replace(s, gain=snapped(s.gain, t.gain)) for s, t in pairs)
+    close = replace(a, terms=terms, constant=snapped(a.constant, b.constant), memory={})
+    return c if len(a.terms) == len(b.terms) and same(close, b.scaled(c)) else None
 
 
 def added(a: Moving, b: Moving) -> Moving | None:
