@@ -28,7 +28,6 @@ _SILENT = {"set-logic", "set-info", "set-option", "check-sat", "get-model", "exi
 _MOST_CASES = 10_000
 
 
-
 def read_specification(path: Pathlike) -> Specification:
     """The specification in a file, which may be compressed (.gz).
 
@@ -114,7 +113,8 @@ class _Reader:
                     choices.append(clauses)
             elif form.head not in _SILENT:
                 self._refuse(
-                    form.line, f"{form.head or 'a list'!r} is not supported; expected declare-const, declare-fun, assert"
+                    form.line,
+                    f"{form.head or 'a list'!r} is not supported; expected declare-const, declare-fun, assert",
                 )
         return self._specification(common, choices)
 
@@ -148,10 +148,14 @@ class _Reader:
         words = [part.text if isinstance(part, _Word) else "()" for part in form.parts[1:]]
         found = _VARIABLE.fullmatch(words[0]) if words else None
         if found is None or words[1:] not in (["Real"], ["()", "Real"]):
-            self._refuse(form.line, f"({form.head} {' '.join(words)}) is not supported; expected X_i or Y_j of type Real")
+            self._refuse(
+                form.line, f"({form.head} {' '.join(words)}) is not supported; expected X_i or Y_j of type Real"
+            )
         kind, number = found[1], int(found[2])
         if number != self._counts[kind]:
-            self._refuse(form.line, f"{words[0]} is declared; expected {kind}_{self._counts[kind]}, one after the other")
+            self._refuse(
+                form.line, f"{words[0]} is declared; expected {kind}_{self._counts[kind]}, one after the other"
+            )
         self._counts[kind] += 1
 
     def _clauses(self, form: _Word | _List) -> _Clauses:
@@ -191,7 +195,9 @@ class _Reader:
         if form.head == "*" and len(parts) == 2 and not (parts[0].terms and parts[1].terms):
             factor, other = parts if not parts[0].terms else parts[::-1]
             return _Linear({}).plus(other, factor.constant)
-        self._refuse(form.line, f"{form.head or 'a list'!r} is not supported in a term; expected +, -, and * by a number")
+        self._refuse(
+            form.line, f"{form.head or 'a list'!r} is not supported in a term; expected +, -, and * by a number"
+        )
 
     def _number(self, word: _Word) -> float:
         try:
@@ -233,9 +239,7 @@ class _Reader:
                 self._refuse(line, "an inequality holds several inputs, inputs and outputs, or neither; expected a box")
         if not rows:
             self._refuse(1, "there is a case without any Y_j; expected constraints of the outputs")
-        return tuple(bounds), Case(
-            torch.tensor(rows, dtype=torch.float64), torch.tensor(limits, dtype=torch.float64)
-        )
+        return tuple(bounds), Case(torch.tensor(rows, dtype=torch.float64), torch.tensor(limits, dtype=torch.float64))
 
     def _box(self, bounds: tuple[tuple[int, bool, float], ...], cases: tuple[Case, ...]) -> Box:
         lower, upper = [-math.inf] * self._counts["X"], [math.inf] * self._counts["X"]
