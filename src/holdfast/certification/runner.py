@@ -100,7 +100,8 @@ def certify(
             raise InputError(f"{word} is {number}; expected at least 1")
     shown = check_radii(radii, "radii")
     if isinstance(model, str | os.PathLike):
-        model, name = OnnxModel(model), name or os.fspath(model)
+        name = name or os.fspath(model)
+        model = OnnxModel(model)
     chosen = (MinimalAttack() if attack else None) if isinstance(attack, bool) else attack
     settings = Settings(method, guarantee, chosen, seed, perturb, normalise)
     examples = read_examples(data, limit)

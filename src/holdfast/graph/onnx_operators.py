@@ -281,7 +281,7 @@ def _gather(call: Call) -> Tensor:
 @_operator("Expand")
 def _expand(call: Call) -> Tensor:
     x = call.tensor(0)
-    return x.expand(torch.broadcast_shapes(x.shape, tuple(call.numbers(1))))
+    return x.expand(np.broadcast_shapes(tuple(x.shape), tuple(call.numbers(1))))
 
 
 @_operator("Tile")

@@ -1,4 +1,4 @@
-"""Models that a function in a Python file returns: `mymodel.py:build`. Their weights are safetensors; nothing is unpickled."""
+"""Models that a function in a Python file returns, as `mymodel.py:build`; weights are safetensors, nothing unpickled."""
 
 from __future__ import annotations
 

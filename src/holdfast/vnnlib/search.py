@@ -65,7 +65,7 @@ class Search:
         """The largest excess of each point's case, and its gradient."""
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            y = outputs(x).unflatten(0, (len(cases), self.restarts))
+            y = outputs(x).reshape(len(cases), self.restarts, -1)
             excess = torch.cat([case.excess(own).amax(-1) for case, own in zip(cases, y, strict=True)])
             (gradient,) = torch.autograd.grad(excess.sum(), x)
         return excess.detach(), gradient
