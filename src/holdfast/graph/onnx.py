@@ -197,8 +197,12 @@ class OnnxModel(nn.Module):
         proto = require("onnx", "onnx").load_from_string(self._file)
         types = {value.name: _numpy_type(value) for value in proto.graph.input}
         feed = {name: x.astype(types[name]) for name, x in zip(self._inputs, given, strict=True)}
-        session = _session(self._file) if _executor() == "onnxruntime" else _reference(proto)
-        (found,) = session.run([self._output], feed)
+        try:
+            session = _session(self._file) if _executor() == "onnxruntime" else _reference(proto)
+            (found,) = session.run([self._output], feed)
+        except Exception as error:  # whatever the other program raises
+            reason = " ".join(str(error).split())[:200]
+            raise ConversionError(f"{_executor()} cannot execute {self.name}: {reason}") from error
         return np.asarray(found)
 
 
