@@ -109,7 +109,7 @@ CASES: dict[str, list[tuple[list[Any], tuple[int, ...], dict[str, Any], int]]] =
     "Conv": [
         ([node("Conv", "x", "a", "b", group=2, strides=[2, 1], pads=[1, 0, 0, 1])], (1, 4, 5, 5),
          {"a": normal(2, 2, 3, 3), "b": normal(2)}, 17),
-        ([node("Conv", "x", "a", auto_pad="SAME_UPPER", dilations=[2])], (1, 2, 7), {"a": normal(3, 2, 2)}, 17),
+        ([node("Conv", "x", "a", auto_pad="SAME_UPPER", strides=[2])], (1, 2, 7), {"a": normal(3, 2, 2)}, 17),
     ],
     "BatchNormalization": [
         ([node("BatchNormalization", "x", *"abcd", epsilon=1e-3)], (1, 3, 4),

@@ -143,12 +143,17 @@ class Reader:
             if pair is not None:
                 return Entrywise(pair[0].value, pair[0].formula + pair[1].formula)
         left, right = self.moving(a), self.moving(b)
-        found = added(left, right)
+        found = added(left, right) or self._added_behind(left, right) or self._added_behind(right, left)
         if found is not None:
             return found
         shape = torch.broadcast_shapes(left.shape, right.shape)
         point = structure.sum_of([left.expand(shape), right.expand(shape)])
         return point.view(shape)
+
+    def _added_behind(self, a: Moving, b: Moving) -> Moving | None:
+        """A + b, where b is a function of the point that a itself has become."""
+        point = structure.matrix_of(a)
+        return added(point.view(a.shape), b) if point is b.point else None
 
     def _shifted(self, a: Value, b: Tensor) -> Value:
         assert not isinstance(a, Tensor)
