@@ -85,12 +85,19 @@ def test_an_onnx_file_and_a_python_function_are_certified_alike(call: Call) -> N
 
 
 def test_a_run_of_a_python_function_is_verified(call: Call) -> None:
-    model = "mine.py:small --weights w.safetensors"
-    assert call(f"certify {model} --data data.safetensors --out run.jsonl --workers 2 --batch 1")[0] == 0
+    assert call("certify mine.py:small --weights w.safetensors --data data.safetensors --out run.jsonl")[0] == 0
     assert call("verify run.jsonl --weights w.safetensors")[0] == 0
     status, _, err = call("verify run.jsonl")
     assert status == 2
     assert "was made from something else than what was given" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["m.onnx", "mine.py:small --weights w.safetensors"])
+def test_files_are_certified_by_several_processes(model: str, call: Call) -> None:
+    status, out, err = call(f"certify {model} --data data.safetensors --workers 2 --batch 1 --json")
+    assert (status, err) == (0, "")
+    assert len(json.loads(out)["records"]) == 3
 
 
 def test_specifications_are_decided(call: Call, tmp_path: Path) -> None:
