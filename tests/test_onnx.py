@@ -110,6 +110,16 @@ def test_unknown_operators_are_named(tmp_path: Path) -> None:
         OnnxModel(path)
 
 
+def test_random_nodes_and_graphs_inside_nodes_are_refused(tmp_path: Path) -> None:
+    noise = [node("RandomNormal", shape=[1, 4], scale=1e-6, out="e"), node("Add", "x", "e")]
+    with pytest.raises(ConversionError, match="node 'RandomNormal to e': operator 'RandomNormal' is random"):
+        OnnxModel(write(tmp_path / "m.onnx", noise, (1, 4)))
+    inner = helper.make_graph([node("Relu", "x", out="r")], "inner", [], [helper.make_tensor_value_info("r", 1, None)])
+    chosen = [node("If", "c", then_branch=inner, else_branch=inner)]
+    with pytest.raises(ConversionError, match="node 'If to y': operator 'If' chooses or repeats a graph of its own"):
+        OnnxModel(write(tmp_path / "m.onnx", chosen, (1, 4), {"c": np.array(True)}))
+
+
 def test_operators_without_a_piece_are_refused_by_their_node(tmp_path: Path) -> None:
     path = write(
         tmp_path / "m.onnx", [node("MatMul", "x", "w", out="h"), node("Softmax", "h")], (1, 4), {"w": normal(4, 3)}

@@ -26,6 +26,7 @@ from holdfast.tracing.extras import available, require
 #: The operator sets that are read; before it, operators broadcast in ways of their own.
 _OLDEST = 7
 _LOOK_AT_SHAPES = {"Shape", "Size"}  # these depend on nothing else of their input
+_RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"}
 _DOMAINS = ("", "ai.onnx")
 #: How far logits may be from those of another program, relative to the largest of them: both compute in float32.
 SINGLE = 1e-4
@@ -90,6 +91,10 @@ class OnnxModel(nn.Module):
         for node in nodes:
             if node.domain not in _DOMAINS:
                 raise ConversionError(f"{_where(node)} is of the domain {node.domain!r}; expected standard operators")
+            if node.op_type in _RANDOM:
+                raise ConversionError(f"{_where(node)} is random; a certificate is about a model that is not")
+            if any(a.HasField("g") or a.graphs for a in node.attribute):
+                raise ConversionError(f"{_where(node)} chooses or repeats a graph of its own; expected one graph")
             if node.op_type in _LOOK_AT_SHAPES or not behind.intersection(node.input):
                 continue
             behind.update(node.output)
@@ -148,6 +153,8 @@ class OnnxModel(nn.Module):
                 return self.weights.get_buffer(self._weights[name]).to(dtype)
             if array.dtype.kind == "f":
                 return torch.tensor(array.tolist(), dtype=torch.float64).to(dtype)
+            if array.dtype.kind not in "biu":
+                raise ConversionError(f"{self.name} holds {array.dtype} in {name!r}; expected floats or whole numbers")
             return torch.tensor(array.tolist(), dtype=torch.bool if array.dtype.kind == "b" else torch.int64)
 
         for step in self.node.children():

@@ -464,9 +464,8 @@ class Reader:
     def channels(self, x: Value, factor: Tensor | None, shift: Tensor | None) -> Value:
         """One factor and one shift for each channel of (1, channels, …): BatchNorm in evaluation."""
         value = self.moving(x)
-        whole, c = value.shape, value.shape[1]
-        tokens = structure.matrix_of(value.rearranged(lambda t: t.reshape(c, -1).mT))  # a residual branch begins here
-        value = tokens.view(tokens.shape).rearranged(lambda t: t.mT.reshape(whole))
+        last = value.rearranged(lambda t: t.movedim(1, -1))
+        value = structure.matrix_of(last).view(last.shape).rearranged(lambda t: t.movedim(-1, 1))  # a branch begins here
         shape = (-1, *(1 for _ in value.shape[2:]))
         value = value if factor is None else value.scaled(factor.double().reshape(shape))
         return value if shift is None else value.shifted(shift.double().reshape(shape))

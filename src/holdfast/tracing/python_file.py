@@ -1,4 +1,4 @@
-"""Models that a function in a Python file returns, as `mymodel.py:build`; weights are safetensors, nothing unpickled."""
+"""Models that a function in a Python file returns, as `mymodel.py:build`; weights are safetensors, never pickles."""
 
 from __future__ import annotations
 
