@@ -28,7 +28,7 @@ Call = Callable[..., tuple[int, str, str]]
 def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
     """Runs the command line in this process on a linear model, in a folder with the data file `data.safetensors`."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("holdfast.cli.certify.load_classifier", lambda name, download: linear_network())
+    monkeypatch.setattr("holdfast.cli.certify.load_classifier", lambda name, **options: linear_network())
     data = labelled(12)
     save_file({"inputs": data.inputs, "labels": data.labels}, tmp_path / "data.safetensors")
 

@@ -8,7 +8,7 @@ from importlib.metadata import requires
 
 OPTIONAL = (
     *("beartype", "transformers", "accelerate", "gguf", "huggingface_hub", "torchvision", "timm"),
-    *("sklearn", "ray", "scipy"),
+    *("sklearn", "ray", "scipy", "onnx", "onnxruntime"),
 )
 UNUSED = (*OPTIONAL, "pydantic")  # typer may bring it and use it to read a command's arguments; we do not
 BLOCKER = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from holdfast.certification.store import Stored, open_writer
 from holdfast.certification.workers import examine_all
 from holdfast.errors import InputError
 from holdfast.graph import Perturbation, Readings
+from holdfast.graph.onnx import OnnxModel
 from holdfast.network.network import Network
 from holdfast.radii import check_radii
 from holdfast.results import CertificationRun, Guarantee
@@ -42,7 +44,7 @@ class Shard:
 
 
 def certify(
-    model: Network | nn.Module,
+    model: Network | nn.Module | Pathlike,
     data: Data,
     radii: float | Sequence[float],
     method: str = "best",
@@ -66,7 +68,7 @@ def certify(
     """For every input the largest radius up to which it is proved that no l2 perturbation changes the answer.
 
     Args:
-        model: a classifier that `to_network` knows, or a `Network`.
+        model: a classifier that `to_network` reads, a `Network`, or the path of an ONNX file.
         data: the name of a data set or of a safetensors file, as `holdfast.data.load` takes it; a data set; or pairs of
             an input and its label. An input may be keyword arguments of the model, as a tokenizer returns them.
         radii: at which accuracies are shown; the records do not depend on them.
@@ -97,6 +99,9 @@ def certify(
         if number < 1:
             raise InputError(f"{word} is {number}; expected at least 1")
     shown = check_radii(radii, "radii")
+    if isinstance(model, str | os.PathLike):
+        name = name or os.fspath(model)
+        model = OnnxModel(model)
     chosen = (MinimalAttack() if attack else None) if isinstance(attack, bool) else attack
     settings = Settings(method, guarantee, chosen, seed, perturb, normalise)
     examples, readings = read_examples(data, limit), Readings()

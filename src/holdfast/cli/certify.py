@@ -20,27 +20,42 @@ from holdfast.cli.inputs import Json
 from holdfast.cli.work import INTERRUPTED, emit_json, say_written, telling
 from holdfast.data import Dataset, load
 from holdfast.errors import InputError
+from holdfast.graph.onnx import OnnxModel
 from holdfast.graph.perturbation import read_perturbation
 from holdfast.report.numbers import down
 from holdfast.results import CertificationRun
+from holdfast.storage import write_text
 from holdfast.tracing.loading import load_classifier, load_tokenizer
+from holdfast.tracing.python_file import read_arguments
+from holdfast.vnnlib import decide, read_specification
 
 Model = Annotated[
     str,
     typer.Argument(
-        help="digits, a name on the shelf, a model file or folder, a name in the Hugging Face cache, timm:NAME."
+        help="digits, a name on the shelf, a model file or folder, a name in the Hugging Face cache, timm:NAME, "
+        "FILE.onnx, FILE.py:FUNCTION."
     ),
 ]
 DataDir = Annotated[Path | None, typer.Option(help="Folder of the data files; default: HOLDFAST_DATA.")]
 Download = Annotated[bool, typer.Option("--download", help="Fetch files of the model that are missing.")]
 Html = Annotated[Path | None, typer.Option(help="Write the page to this file.")]
 Beside = Annotated[list[Path] | None, typer.Option(help="The file of another run, for the same page; repeat.")]
+Weights = Annotated[Path | None, typer.Option(help="Safetensors with the weights, for FILE.py:FUNCTION.")]
+Arguments = Annotated[
+    list[str] | None, typer.Option("--arg", help="NAME=VALUE for that function; repeat.", metavar="NAME=VALUE")
+]
 BatchSize = Annotated[int, typer.Option(min=1, help="Inputs that are treated at once.")]
 
 
 def certify(
     model: Model,
-    data: Annotated[str, typer.Option(help="digits, digits-32, cifar10, svhn, sst2, or a safetensors file.")],
+    data: Annotated[
+        str | None, typer.Option(help="digits, digits-32, cifar10, svhn, sst2, or a safetensors file.")
+    ] = None,
+    vnnlib: Annotated[Path | None, typer.Option(help="In the place of --data: a VNN-LIB file to decide.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for --vnnlib.")] = 100.0,
+    weights: Weights = None,
+    arg: Arguments = None,
     radii: Annotated[str, typer.Option(help="Radii or fractions, separated by commas.")] = "36/255,72/255,108/255",
     out: Annotated[Path | None, typer.Option(help="File for the records; an interrupted run goes on from it.")] = None,
     method: Annotated[str, typer.Option(help="The composition.")] = "best",
@@ -69,14 +84,20 @@ def certify(
     beside: Beside = None,
     as_json: Json = False,
 ) -> None:
-    """Prove for every input of a data set how far it can move before the answer changes."""
+    """Prove for every input of a data set how far it can move before the answer changes; or decide a specification."""
+    if (data is None) == (vnnlib is None):
+        raise InputError("expected one of --data, for radii of a data set, and --vnnlib, for a specification")
+    if vnnlib is not None:
+        _decide(_classifier(model, weights, arg, download), vnnlib, timeout, out, seed, as_json)
+        return
+    assert data is not None
     numbers, part = read_radii(radii), _read_shard(shard)
     moved = None if perturb is None else read_perturbation(perturb)
     if (mean is None) != (std is None):
         raise InputError("one of --mean and --std was given; expected both, or neither")
     normalise = None if mean is None or std is None else (_read_numbers("--mean", mean), _read_numbers("--std", std))
     others = [read(path).run() for path in beside or ()]
-    classifier = load_classifier(model, download=download)
+    classifier = _classifier(model, weights, arg, download)
     examples = _examples(model, classifier, load(data, split, data_dir), download)
     with telling(model) as told:
         run = certification.certify(
@@ -130,6 +151,8 @@ def verify(
     sample: Annotated[int, typer.Option(min=1, help="How many records, drawn at random.")] = 20,
     everything: Annotated[bool, typer.Option("--all", help="Every record.")] = False,
     model: Annotated[str | None, typer.Option(help="The model, where it has moved since.")] = None,
+    weights: Weights = None,
+    arg: Arguments = None,
     data: Annotated[str | None, typer.Option(help="The data, where they have moved since.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the sample, to repeat it; default: a fresh one.")] = None,
     batch: BatchSize = 8,
@@ -140,7 +163,7 @@ def verify(
     """Compute records again, and try the perturbations, from the model alone: status 1 if something does not hold."""
     header = read(file).header
     name = model or header.model
-    classifier = load_classifier(name, download=download)
+    classifier = _classifier(name, weights, arg, download)
     examples = _examples(name, classifier, load(data or header.data, header.split, data_dir), download)
     with telling(file.name) as told:
         found = certification.verify(
@@ -176,6 +199,25 @@ def _verdict(found: Verification, model: str, data: str) -> list[str]:
         f"{model} on {data}, the first {found.inputs} of {found.available} inputs: the file claims {shares}",
         *(f"unchecked: {each}" for each in found.unchecked),
     ]
+
+
+def _classifier(model: str, weights: Path | None, arg: list[str] | None, download: bool) -> nn.Module:
+    return load_classifier(model, download=download, weights=weights, arguments=read_arguments(arg or []))
+
+
+def _decide(model: nn.Module, vnnlib: Path, timeout: float, out: Path | None, seed: int, as_json: bool) -> None:
+    """Says whether the model meets the specification, in the competition's words."""
+    if not isinstance(model, OnnxModel):
+        raise InputError("--vnnlib was given for a model that is no ONNX file; expected FILE.onnx")
+    found = decide(model, read_specification(vnnlib), timeout=timeout, seed=seed)
+    if out is not None:
+        write_text(out, found.to_text())
+    point = {name: None if t is None else t.tolist() for name, t in (("x", found.x), ("y", found.y))}
+    payload = {"vnnlib": str(vnnlib), "verdict": found.verdict, "seconds": found.seconds, **point}
+    emit_json("certify", payload, stdout=as_json, out=None)
+    if not as_json:
+        typer.echo(found.to_text() if out is None else f"{found.verdict}\n", nl=False)
+        say_written(out)
 
 
 def read_radii(text: str) -> list[float]:

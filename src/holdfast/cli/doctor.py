@@ -16,6 +16,7 @@ from holdfast.cli.work import emit_json
 
 _EXTRAS = {
     "hf": ("transformers", "accelerate"),
+    "onnx": ("onnx", "onnxruntime"),
     "vision": ("torchvision", "timm"),
     "demo": ("sklearn",),
     "data": ("scipy",),

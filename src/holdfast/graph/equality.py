@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from holdfast.errors import ConversionError, HoldfastError, InputError
 from holdfast.graph.entrance import Entrance, each_of
 from holdfast.graph.export import ModelInputs, arguments, logits_of, reason
+from holdfast.graph.onnx import OnnxModel
 from holdfast.network.network import Network
 
 #: How far logits may be apart, relative to the largest of them: far above rounding in float64, far below any mistake.
@@ -117,6 +118,8 @@ def check_equal(
     """
     x = encode(inputs)
     logits = model_logits(model, model_inputs(inputs))
+    if isinstance(model, OnnxModel):
+        model.check(model_inputs(inputs), logits)
     answer = logits if entrance is None else entrance.answer(logits)
     single = entrance is not None and entrance.program.casts(entrance.node)
     most = SINGLE if single else TOLERANCE
@@ -201,6 +204,8 @@ def _logits_at(
         return None
     if entrance is None or entrance.node.op == "placeholder":
         given = model_inputs(_floats(one, lambda t: moved.reshape(t.shape)))
+        if isinstance(model, OnnxModel):
+            model.check(given, model_logits(model, given))
         if entrance is None or not entrance.program.casts(entrance.node):
             return model_logits(model, given)
         return entrance.logits(entrance.encode(given), given)

@@ -26,6 +26,8 @@ ModelInputs = Tensor | Mapping[str, Any] | tuple[Any, ...]
 
 Environment = dict[fx.Node, Any]
 
+_HERE = str(Path(__file__).parent)
+
 
 def arguments(inputs: ModelInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of a call."""
@@ -367,9 +369,8 @@ class Where:
         paths = [path.removeprefix("model").removeprefix(".") for path, _ in stack.values() if path]
         self.module = paths[-1] if paths else ""
         lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-        lines = [line for line in lines if Path(line[0]).parent != Path(__file__).parent]
-        own = [line for line in lines if "/torch/" not in line[0]]
-        self.line = "{}:{}".format(*(own or lines)[-1]) if lines else ""
+        own = [line for line in lines if "/torch/" not in line[0] and not line[0].startswith(_HERE)]
+        self.line = "{}:{}".format(*own[-1]) if own else ""
 
     def __str__(self) -> str:
         place = f"module {self.module!r}" if self.module else "the model"

@@ -141,12 +141,17 @@ class Reader:
             if pair is not None:
                 return Entrywise(pair[0].value, pair[0].formula + pair[1].formula)
         left, right = self.moving(a), self.moving(b)
-        found = added(left, right)
+        found = added(left, right) or self._added_behind(left, right) or self._added_behind(right, left)
         if found is not None:
             return found
         shape = broadcast(left.shape, right.shape)
         point = structure.sum_of([left.expand(shape), right.expand(shape)])
         return point.view(shape)
+
+    def _added_behind(self, a: Moving, b: Moving) -> Moving | None:
+        """A + b, where b is a function of the point that a itself has become."""
+        point = structure.matrix_of(a)
+        return added(point.view(a.shape), b) if point is b.point else None
 
     def _shifted(self, a: Value, b: Tensor) -> Value:
         assert not isinstance(a, Tensor)
@@ -464,6 +469,10 @@ class Reader:
     def channels(self, x: Value, factor: Tensor | None, shift: Tensor | None) -> Value:
         """One factor and one shift for each channel of (1, channels, …): BatchNorm in evaluation."""
         value, factor, shift = self.moving(x), _fixed(factor), _fixed(shift)
+        last = value.rearranged(lambda t: t.movedim(1, -1))
+        value = (
+            structure.matrix_of(last).view(last.shape).rearranged(lambda t: t.movedim(-1, 1))
+        )  # a branch begins here
         shape = (-1, *(1 for _ in value.shape[2:]))
         value = value if factor is None else value.scaled(factor.reshape(shape))
         return value if shift is None else value.shifted(shift.reshape(shape))

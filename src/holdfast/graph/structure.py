@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from holdfast.graph.values import FIXED, Map, Moving, Point, Step, Term
+from holdfast.graph.values import FIXED, Map, Moving, Point, Step, Term, same
 from holdfast.network.affine import Affine
 from holdfast.network.base import Piece
 from holdfast.network.embedding import AddPositions
@@ -18,11 +18,19 @@ from holdfast.network.selection import Scale, Selection
 
 
 def matrix_of(value: Moving, shape: tuple[int, int] | None = None) -> Point:
-    """The point whose matrix is the tensor, of the shape (n, d); by default, its last dimension are the channels."""
+    """The point whose matrix is the tensor, of the shape (n, d); by default, its last dimension are the channels.
+
+    A tensor that a model computes twice, or rearranges to and fro, has one point.
+    """
     n, d = shape or (math.prod(value.shape[:-1]), value.shape[-1] if value.shape else 1)
     key = f"matrix {n} {d}"
     if key not in value.memory:
-        value.memory[key] = _matrix_of(value.reshape(n, d))
+        flat = value.reshape(n, d)
+        made = next((point for known, point in value.point.memory if same(known, flat)), None)
+        if made is None:
+            made = _matrix_of(flat)
+            value.point.memory.append((flat, made))
+        value.memory[key] = made
     point: Point = value.memory[key]
     return point
 

@@ -50,6 +50,7 @@ class Point:
 
     shape: tuple[int, int]
     step: Step | None = None
+    memory: list[tuple[Moving, Point]] = field(default_factory=list, repr=False)  # points that were made from it
 
     def view(self, shape: Sequence[int]) -> Moving:
         """Its entries, row after row, as a tensor of the shape."""

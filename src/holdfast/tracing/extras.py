@@ -13,17 +13,22 @@ import torch
 from holdfast.errors import HoldfastError
 
 
-def require(package: str, extra: Literal["hf", "vision"]) -> ModuleType:
+def require(package: str, extra: Literal["hf", "vision", "onnx"]) -> ModuleType:
     """Imports an optional package.
 
     Args:
         package: its import name.
         extra: the extra of Holdfast that installs it.
     """
-    if find_spec(package) is None:
+    if not available(package):
         raise HoldfastError(f"this needs {package}, which is not installed; pip install 'holdfast[{extra}]'")
     _mend_torchvision()
     return importlib.import_module(package)
+
+
+def available(package: str) -> bool:
+    """Whether an optional package is installed."""
+    return find_spec(package) is not None
 
 
 @cache

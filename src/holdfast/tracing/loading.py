@@ -1,13 +1,14 @@
 """Models and inputs for the command line: from a folder, a file, the Hugging Face cache, timm or a model package.
 
-Nothing is fetched unless it is asked for, no code that comes with a model is run, and weights are safetensors or GGUF.
+Nothing is fetched unless it is asked for, no code is run but that of a Python file that is named, and weights are
+safetensors, GGUF or ONNX.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -19,12 +20,14 @@ from jaxtyping import UInt8
 from torch import Tensor, nn
 
 from holdfast.errors import HoldfastError, InputError
+from holdfast.graph.onnx import OnnxModel
 from holdfast.models.digits import load_digits_vit
 from holdfast.models.files import load as load_certifiable
 from holdfast.models.files import shelf_file
 from holdfast.storage import Pathlike, read_tensors
 from holdfast.tracing.extras import require
 from holdfast.tracing.pictures import Preparation, read_picture
+from holdfast.tracing.python_file import load_python, names_function
 
 
 @dataclass(frozen=True)
@@ -112,14 +115,29 @@ def load(
         return _with_text(model, network, source, list(text), max_tokens, download)
 
 
-def load_classifier(model: str, *, download: bool = False) -> nn.Module:
+def load_classifier(
+    model: str,
+    *,
+    download: bool = False,
+    weights: Pathlike | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> nn.Module:
     """A classifier in evaluation mode, frozen, float32.
 
     Args:
         model: what `load` takes for a model with a classification head; a file that `holdfast.models.save` wrote; a
-            name on the shelf (`holdfast models`); or `digits`, the bundled ViT.
+            name on the shelf (`holdfast models`); an ONNX file; FILE.py:FUNCTION, which returns the model; or `digits`,
+            the bundled ViT.
         download: whether files that are missing may be fetched.
+        weights: a safetensors file for the model of a Python function.
+        arguments: of that function.
     """
+    if names_function(model):
+        return load_python(model, weights=weights, arguments=arguments)
+    if weights is not None or arguments:
+        raise InputError(f"weights or arguments were given for {model!r}; they belong to FILE.py:FUNCTION")
+    if model.endswith(".onnx"):
+        return OnnxModel(model).requires_grad_(False)
     if model == "digits":
         return load_digits_vit()
     file = shelf_file(model) or Path(model)

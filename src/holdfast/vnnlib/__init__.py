@@ -1,0 +1,7 @@
+"""Specifications in the language of the verification competition, and whether a network meets them."""
+
+from holdfast.vnnlib.decide import Decision, Verdict, decide
+from holdfast.vnnlib.reader import read_specification
+from holdfast.vnnlib.specification import Box, Case, Specification
+
+__all__ = ["Box", "Case", "Decision", "Specification", "Verdict", "decide", "read_specification"]

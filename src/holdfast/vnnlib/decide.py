@@ -1,0 +1,253 @@
+"""Whether a network meets a specification: a proof, a counter-example, or neither in the time that was given."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Literal, final
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor, nn
+
+from holdfast.errors import HoldfastError, InputError, NotApplicableError
+from holdfast.graph import to_network
+from holdfast.graph.onnx import OnnxModel
+from holdfast.linalg.rounding import frobenius_upper, up
+from holdfast.network.affine import Affine
+from holdfast.network.centre import Centre
+from holdfast.network.compositions import compositions
+from holdfast.network.network import Head, Network
+from holdfast.vnnlib.search import Search
+from holdfast.vnnlib.specification import Box, Specification
+
+#: "unsat": no input of a box has outputs in one of its cases, which is proved; "sat": some input has, and it is shown.
+Verdict = Literal["unsat", "sat", "unknown", "timeout"]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """What was found.
+
+    Attributes:
+        verdict: as the competition names it.
+        x: the counter-example, where there is one.
+        y: what the model returns there.
+        seconds: wall time.
+    """
+
+    verdict: Verdict
+    x: Float64[Tensor, " inputs"] | None = None
+    y: Float64[Tensor, " outputs"] | None = None
+    seconds: float = 0.0
+
+    def to_text(self) -> str:
+        """The verdict, and the counter-example as assignments, in the competition's format."""
+        if self.x is None or self.y is None:
+            return f"{self.verdict}\n"
+        pairs = [f"({name}_{i} {v!r})" for name, t in (("X", self.x), ("Y", self.y)) for i, v in enumerate(t.tolist())]
+        return f"{self.verdict}\n({chr(10).join(pairs)})\n"
+
+
+def decide(
+    model: Network | nn.Module,
+    specification: Specification,
+    *,
+    shape: Sequence[int] | None = None,
+    timeout: float | None = None,
+    search: Search | None = None,
+    seed: int = 0,
+) -> Decision:
+    """Looks for a counter-example, then for a proof that there is none.
+
+    A counter-example counts if the model itself fulfils a case there: for an ONNX file, as onnxruntime executes it. A
+    proof is about the network in exact arithmetic.
+
+    Args:
+        model: a classifier that `to_network` reads, or a `Network`.
+        specification: what `read_specification` returns.
+        shape: of one input, whose numbers in a row are X_0, X_1, …; by default what an ONNX file says.
+        timeout: seconds; the proof runs in a process of its own, which is ended then. None for no limit.
+        search: how counter-examples are looked for.
+        seed: of everything random.
+
+    Example:
+        >>> decide(OnnxModel("model.onnx"), read_specification("property.vnnlib"), timeout=100).verdict
+        'unsat'
+    """
+    began = time.monotonic()
+    if timeout is not None and not timeout > 0:
+        raise InputError(f"timeout is {timeout:g}; expected a positive number of seconds")
+    deadline = math.inf if timeout is None else began + timeout
+    if not specification.boxes:
+        return Decision("unsat", seconds=time.monotonic() - began)  # there is no input at all
+    asked = _enter(model, specification, shape)
+    for box in specification.boxes:
+        for x in (search or Search())(asked.outputs, box, seed, deadline):
+            candidate = _stored(x, box)
+            y = asked.executed(candidate)
+            if any(bool((case.excess(y) <= 0).all()) for case in box.cases):
+                return Decision("sat", candidate, y, time.monotonic() - began)
+    questions = list(asked.questions(specification))
+    proved = None
+    if time.monotonic() < deadline:
+        proved = _all_lead(questions) if timeout is None else _in_time(questions, deadline)
+    verdict: Verdict = "timeout" if proved is None else "unsat" if proved else "unknown"
+    return Decision(verdict, seconds=time.monotonic() - began)
+
+
+def _stored(x: Tensor, box: Box) -> Tensor:
+    """The point in float32, as models take it, where that is inside the box."""
+    return x.float().double().clamp(box.lower, box.upper)
+
+
+# -- the model
+
+
+@final
+@dataclass(frozen=True)
+class _Asked:
+    """A network, and how the numbers of a specification enter it and its model."""
+
+    network: Network
+    size: tuple[int, ...]
+    execute: Callable[[Tensor], Tensor]
+
+    def outputs(self, x: Float64[Tensor, "b inputs"]) -> Float64[Tensor, "b outputs"]:
+        """What the network computes."""
+        found: Tensor = self.network(x.reshape(-1, *self.size))
+        return found
+
+    def executed(self, x: Float64[Tensor, " inputs"]) -> Float64[Tensor, " outputs"]:
+        """What the model itself returns."""
+        with torch.no_grad():
+            return self.execute(x.unsqueeze(0))[0].double()
+
+    def questions(self, specification: Specification) -> Iterator[_Question]:
+        """For every box, of each case the inequality that is farthest from holding at the box's centre."""
+        for box in specification.boxes:
+            with torch.no_grad():
+                y = self.outputs(((box.lower + box.upper) / 2).unsqueeze(0))[0]
+            rows = [int(case.excess(y).argmax()) for case in box.cases]
+            A = torch.stack([case.A[row] for case, row in zip(box.cases, rows, strict=True)])
+            c = torch.stack([case.c[row] for case, row in zip(box.cases, rows, strict=True)])
+            yield _Question(_leading(self.network, A, c), box.lower.reshape(self.size), box.upper.reshape(self.size))
+
+
+def _enter(model: Network | nn.Module, specification: Specification, shape: Sequence[int] | None) -> _Asked:
+    if shape is None:
+        if not isinstance(model, OnnxModel):
+            raise InputError("shape is missing; expected the shape of one input, unless the model is an ONNX file")
+        shape = _file_shape(model, specification.inputs)
+    if math.prod(shape) != specification.inputs:
+        raise InputError(
+            f"the specification has {specification.inputs} inputs X_i, and an input of the model has shape "
+            f"{tuple(shape)}; expected as many numbers"
+        )
+    box = specification.boxes[0]
+    centre = ((box.lower + box.upper) / 2).reshape(1, *shape)
+    if isinstance(model, Network):
+        asked = _Asked(model, tuple(shape), lambda x: model(x.reshape(-1, *shape)))
+    else:
+        converted = to_network(model, centre)
+        size = tuple(converted.encode(centre).shape[1:])
+        asked = _Asked(converted.network, size, _executor(model, shape))
+    found = asked.outputs(centre.reshape(1, -1)).shape[-1]
+    if found != specification.outputs:
+        raise InputError(f"the specification has {specification.outputs} outputs Y_j, and the model returns {found}")
+    return asked
+
+
+def _file_shape(model: OnnxModel, inputs: int) -> tuple[int, ...]:
+    if len(model.shapes) != 1:
+        raise InputError(f"{model.name} takes {len(model.shapes)} inputs; expected one, whose numbers are X_0, X_1, …")
+    sizes = model.shapes[0][1:]
+    known = math.prod(size for size in sizes if size is not None)
+    if sum(size is None for size in sizes) > 1:
+        raise InputError(f"{model.name} leaves several sizes of its input open; pass shape")
+    return tuple(inputs // known if size is None else size for size in sizes)
+
+
+def _executor(model: nn.Module, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    if isinstance(model, OnnxModel):
+        return lambda x: model.executed(x.reshape(-1, *shape))
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return lambda x: model(x.reshape(-1, *shape).to(dtype))
+
+
+# -- the proof
+
+
+@final
+@dataclass(frozen=True)
+class _Question:
+    """Whether class 0 of a network leads everywhere in a box."""
+
+    network: Network
+    lower: Float64[Tensor, "n d"]
+    upper: Float64[Tensor, "n d"]
+
+
+def _leading(network: Network, A: Float64[Tensor, "j k"], c: Float64[Tensor, " j"]) -> Network:
+    """A network whose class 0 leads class j by A_j y - c_j, y what the given one returns; no weight is rounded."""
+    last = Affine(network.head.weight.mT.contiguous(), network.head.bias)
+    zero = A.new_zeros(1, A.shape[1])
+    return Network((*network.stages, last), Head(torch.cat([zero, -A]), torch.cat([c.new_zeros(1), c])), network.name)
+
+
+def leads_everywhere(network: Network, lower: Float64[Tensor, "n d"], upper: Float64[Tensor, "n d"]) -> bool:
+    """Whether it is proved that class 0 has the largest logit on the whole box.
+
+    The box lies in the ball around its centre that its corners touch, and that is what the compositions are asked for.
+    """
+    x = (lower + upper) / 2
+    half = up(torch.maximum(upper - x, x - lower)).clamp(min=0.0)
+    radius = frobenius_upper(half.unsqueeze(0))
+    centre = Centre(network, x.unsqueeze(0))
+    if int(centre.prediction) != 0 or not bool(centre.margin > 0):
+        return False
+    if not bool((upper > lower).any()):
+        return True
+    try:
+        return bool(compositions["best"](centre, radius).radius >= radius)
+    except NotApplicableError:
+        return False
+
+
+def _all_lead(questions: Sequence[_Question]) -> bool:
+    return all(leads_everywhere(each.network, each.lower, each.upper) for each in questions)
+
+
+def _in_time(questions: Sequence[_Question], deadline: float) -> bool | None:
+    """The same in a process of its own; None where the deadline comes first."""
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_prove, args=(theirs, questions, torch.get_num_threads()), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(max(0.0, deadline - time.monotonic())):
+            return None
+        found: bool | HoldfastError = ours.recv()
+    except (EOFError, ConnectionError):
+        raise HoldfastError("the proof ended early: memory may have run out; nothing is decided") from None
+    finally:
+        process.terminate()
+        process.join()
+        ours.close()
+    if isinstance(found, HoldfastError):
+        raise found
+    return found
+
+
+def _prove(pipe: Connection, questions: Sequence[_Question], threads: int) -> None:
+    torch.set_num_threads(threads)
+    try:
+        pipe.send(_all_lead(questions))
+    except HoldfastError as error:
+        pipe.send(error)
