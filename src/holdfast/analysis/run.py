@@ -221,16 +221,8 @@ def _without_padding(
         mask = None if bool(mask.all()) else mask
     if rotary is not None:
         rotary = replace(rotary, cos=cut(rotary.cos, 2, -2), sin=cut(rotary.sin, 2, -2))
-    shortened = AttentionLayer(
-        *(layer.w_q, layer.w_k, layer.w_v, layer.w_o, layer.b_q, layer.b_k, layer.b_v, layer.b_o),
-        scale=layer.scale,
-        residual=layer.residual,
-        mask=mask,
-        causal=layer.causal,
-        rotary=rotary,
-        score_bias=None if bias is None else cut(bias, 3, -2, -1),
-    )
-    return shortened, x[members][:, keep]
+    bias = None if bias is None else cut(bias, 3, -2, -1)
+    return layer.replace(mask=mask, rotary=rotary, score_bias=bias), x[members][:, keep]
 
 
 def _chosen(layers: Sequence[int] | None, count: int) -> list[int]:

@@ -53,11 +53,21 @@ class Objective(ABC):
 
     def _probabilities(self, z: Array) -> Array:
         """P_l(z_l), each head at its own input: (…, h, n, d) to (…, h, n, n)."""
-        w = self.layer.weights(z)
-        q, k = z @ w.w_q, z @ w.w_k
-        if w.b_q is not None:
-            q = q + w.b_q.unsqueeze(-2)
-        return self.layer.probabilities(q @ k.mT * self.layer.scale)
+        return self.layer.probabilities(self._scores(z))
+
+    def _scores(self, z: Array) -> Array:
+        """Scale · QKᵀ up to a constant along each row, each head at its own input."""
+        return self._queries(z) @ self._keys(z).mT * self.layer.scale
+
+    def _queries(self, z: Array) -> Array:
+        w, rotary = self.layer.weights(z), self.layer.rotary
+        q = z @ w.w_q if w.b_q is None else z @ w.w_q + w.b_q.unsqueeze(-2)
+        return q if rotary is None else rotary.turn(q)
+
+    def _keys(self, z: Array) -> Array:
+        """The keys less a common row."""
+        w, rotary = self.layer.weights(z), self.layer.rotary
+        return z @ w.w_k if rotary is None else rotary.turn_keys(z @ w.w_k, w.b_k)
 
     def _lifted(self, like: Array) -> Array:
         """The centre, in the arithmetic of `like`."""
@@ -136,12 +146,8 @@ class ScoreMovement(Objective):
 
     def values(self, z: Array) -> Array:
         x = self._lifted(z)
-        w = self.layer.weights(z)
-        move = z - x
-        q = x @ w.w_q
-        if w.b_q is not None:
-            q = q + w.b_q.unsqueeze(-2)
-        moved = (move @ w.w_q) @ (z @ w.w_k).mT + q @ (move @ w.w_k).mT
+        queries, keys = (each(z) - each(x) for each in (self._queries, self._keys))
+        moved = queries @ self._keys(z).mT + self._queries(x) @ keys.mT
         allowed = self.layer.allowed(z.shape[-2])
         if allowed is not None:
             moved = moved.masked_fill(~allowed.unsqueeze(-3), 0.0)

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from holdfast.attention.dense_rows import PlainScores, TurnedScores, enclose_rows
 from holdfast.attention.layer import AttentionLayer, join_heads, merge_heads, project, split_heads
+from holdfast.attention.moments import ScoreMoments
 from holdfast.attention.rows import Rows
-from holdfast.errors import NotApplicableError
 from holdfast.linalg.operator import AssembledOperator, Enclosure, Gram, ProvableOperator
 from holdfast.linalg.rounding import UNIT, Array, Ball, as_ball, frobenius_upper, gamma
 
@@ -62,6 +62,9 @@ class Folded(FoldedValues[Array]):
         scores: (…,h,n,n) scores up to a constant along each row, -inf where masked.
         key_rows: (…,h,n,d) row i is a_i = ∂s_ij/∂x_j = Aᵀx_i + scale · W^K b^Q, also as `key`.
         query_rows: (…,h,n,d) row j is A x_j, which is ∂s_ij/∂x_i up to a constant along the row, also as `query`.
+
+    With rotary positions both are others for every pair: a_ij = scale · W^K R_jᵀ R_i q_i, and u_ij = scale · W^Q R_iᵀ
+    R_j k_j takes the place of A x_j. Of the key bias the mean of R_j b^K is constant along the row, and left out.
     """
 
     scores: Array
@@ -79,29 +82,20 @@ class Folded(FoldedValues[Array]):
 
 def fold(layer: AttentionLayer, x: Array) -> Folded[Array]:
     """Multiplies the maps of the layer out at x."""
-    if layer.rotary is not None:
-        raise NotApplicableError(
-            "with rotary positions the score map is not one matrix; use AttentionJacobian or local_lipschitz"
-        )
-    w = layer.weights(x)
-    q, k = project(x, w.w_q, w.b_q), project(x, w.w_k, None)
-    # The key bias adds q_i · b_k to every score of row i, which softmax ignores.
+    w, rotary = layer.weights(x), layer.rotary
+    q = project(x, w.w_q, w.b_q)
+    k = project(x, w.w_k, None)  # the key bias adds q_i · b_k to every score of row i, which softmax ignores
+    if rotary is not None:
+        q, k = rotary.turn(q), rotary.turn_keys(k, w.b_k)
     scores = layer.complete(q @ k.mT * layer.scale)
     return Folded(
         scores.softmax(-1),
         c=w.w_v @ w.w_o,
         value_rows=Rows(project(x, w.w_v, None), w.w_o),
         scores=scores,
-        key_rows=Rows(q * layer.scale, w.w_k.mT),
-        query_rows=Rows(k * layer.scale, w.w_q.mT),
+        key_rows=Rows(q * layer.scale, w.w_k.mT, rotary),
+        query_rows=Rows(k * layer.scale, w.w_q.mT, rotary),
     )
-
-
-def _fold_values(layer: AttentionLayer, x: Array) -> FoldedValues[Array]:
-    if layer.rotary is None:
-        return fold(layer, x)
-    w = layer.weights(x)
-    return FoldedValues(layer.run(x).p, w.w_v @ w.w_o, Rows(project(x, w.w_v, None), w.w_o))
 
 
 @final
@@ -167,8 +161,8 @@ class AttentionJacobian(AssembledOperator):
     def enclose(self) -> Enclosure:
         X = Ball.exact(self._x)
         if self._layer.rotary is not None:
-            f, rotary = _fold_values(self._layer, X), self._layer.rotary
-            return enclose_rows(f, self._layer.residual, TurnedScores(self._layer, rotary, X))
+            turned = TurnedScores(self._layer, self._layer.rotary, X)
+            return enclose_rows(fold(self._layer, X), self._layer.residual, turned)
         folded = fold(self._layer, X)
         return enclose_rows(folded, self._layer.residual, PlainScores(folded))
 
@@ -210,7 +204,7 @@ class ValueOperator(AssembledOperator):
         return ValueOperator(self._layer.part(self.batch, start, stop), x)
 
     def enclose(self) -> Enclosure:
-        return enclose_rows(_fold_values(self._layer, Ball.exact(self._x)), self._layer.residual, scores=None)
+        return enclose_rows(fold(self._layer, Ball.exact(self._x)), self._layer.residual, scores=None)
 
 
 @final
@@ -289,11 +283,18 @@ class ScoreOperator(ProvableOperator):
         return G.reshape(-1, n * d, n * d), (products + diagonal).upper
 
 
-def score_operator(layer: AttentionLayer, x: Array) -> ScoreOperator:
+def score_operator(layer: AttentionLayer, x: Array) -> ProvableOperator:
     """The operator of Lemma 2 for every head of the layer at x: the batch is that of x, then the heads."""
-    f = fold(layer, x)
-    allowed = layer.allowed(x.shape[-2])
-    return ScoreOperator(f.query, f.key, None if allowed is None else allowed.unsqueeze(-3))
+    return score_operator_of(fold(layer, x), layer.allowed(x.shape[-2]))
+
+
+def score_operator_of(f: Folded[Tensor] | Folded[Ball], allowed: Bool[Tensor, "*b n n"] | None) -> ProvableOperator:
+    """The same of a folded layer."""
+    pairs = None if allowed is None else allowed.unsqueeze(-3)
+    if f.query_rows.rotary is None:
+        return ScoreOperator(f.query, f.key, pairs)
+    weights = torch.ones_like(as_ball(f.p).mid) if pairs is None else pairs.to(as_ball(f.p).mid).expand(*f.p.shape)
+    return ScoreMoments(f.query_rows.by_head(), f.key_rows.by_head(), weights.unsqueeze(-3), centred=False)
 
 
 def _outer_sums(weights: Tensor, rows: Ball) -> Ball:

@@ -27,8 +27,7 @@ def large_radius_limit(layer: AttentionLayer, x: Float[Tensor, "*b n d"]) -> Nor
         x: (b…, n, d) the shape of the tokens; only their directions and relative lengths count.
     """
     checks.input(layer, x)
-    options = layer._options() | {"mask": layer.mask, "rotary": layer.rotary}
-    layer = AttentionLayer(**(layer._tensors() | {"b_q": None}), **options).double()
+    layer = layer.replace(b_q=None, b_k=None, score_bias=None).double()
     x = x.detach().double()
     with torch.no_grad():
         x = x / x.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)

@@ -21,6 +21,7 @@ from holdfast.linalg.rounding import Array, lift
 from holdfast.storage import Pathlike, read_tensors, write_tensors
 
 _NAMES = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o")
+_ARGUMENTS = (*_NAMES, "scale", "residual", "mask", "causal", "rotary", "score_bias")
 
 
 @dataclass(frozen=True)
@@ -200,13 +201,23 @@ class AttentionLayer:
 
     # -- other forms
 
+    def replace(self, **arguments: Any) -> AttentionLayer:
+        """The same layer with some of the constructor's arguments replaced."""
+        unknown = sorted(set(arguments) - set(_ARGUMENTS))
+        if unknown:
+            raise InputError(f"replace got {', '.join(unknown)}; a layer has {', '.join(_ARGUMENTS)}")
+        return AttentionLayer(**({name: getattr(self, name) for name in _ARGUMENTS} | arguments))
+
     def to(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> AttentionLayer:
         """The same layer with another dtype or on another device."""
-        tensors = {name: t.to(device=device, dtype=dtype) for name, t in self._tensors().items()}
-        mask = None if self.mask is None else self.mask.to(device=device)
-        rotary = None if self.rotary is None else self.rotary.to(dtype, device)
-        bias = None if self.score_bias is None else self.score_bias.to(device=device, dtype=dtype)
-        return AttentionLayer(**tensors, **self._options(), mask=mask, rotary=rotary, score_bias=bias)
+        moved: dict[str, Any] = {}
+        for name in _ARGUMENTS:
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                moved[name] = value.to(device=device, dtype=None if value.dtype == torch.bool else dtype)
+            elif isinstance(value, Rotary):
+                moved[name] = value.to(dtype, device)
+        return self.replace(**moved)
 
     def double(self) -> AttentionLayer:
         """The same layer in float64: float32 weights are float64 weights, exactly."""
@@ -214,8 +225,7 @@ class AttentionLayer:
 
     def with_mask(self, mask: Bool[Tensor, "*b n n"] | None) -> AttentionLayer:
         """The same layer with another mask."""
-        terms: dict[str, Any] = {"rotary": self.rotary, "score_bias": self.score_bias}
-        return AttentionLayer(**self._tensors(), **self._options(), **terms, mask=mask)
+        return self.replace(mask=mask)
 
     def part(self, batch: torch.Size, start: int, stop: int) -> AttentionLayer:
         """The layer for members `start` to `stop` of a flattened batch of inputs: what each has is cut to them."""
@@ -223,7 +233,7 @@ class AttentionLayer:
         rotary = None if self.rotary is None else self.rotary.part(batch, start, stop)
         if mask is self.mask and rotary is self.rotary and bias is self.score_bias:
             return self
-        return AttentionLayer(**self._tensors(), **self._options(), mask=mask, rotary=rotary, score_bias=bias)
+        return self.replace(mask=mask, rotary=rotary, score_bias=bias)
 
     @classmethod
     def from_module(
@@ -308,9 +318,6 @@ class AttentionLayer:
 
     def _tensors(self) -> dict[str, Any]:
         return {name: t for name in _NAMES if (t := getattr(self, name)) is not None}
-
-    def _options(self) -> dict[str, Any]:
-        return {"scale": self.scale, "residual": self.residual, "causal": self.causal}
 
 
 def _cut(t: Tensor | None, own: int, batch: torch.Size, start: int, stop: int) -> Tensor | None:

@@ -38,8 +38,7 @@ def on_measure(layer: AttentionLayer, weights: Float[Tensor, "*b n"]) -> Attenti
     bias = bias if weights.ndim == 1 else bias.unsqueeze(-3)
     if layer.score_bias is not None:
         bias = bias + layer.score_bias
-    options = layer._options() | {"mask": layer.mask, "rotary": layer.rotary}
-    return AttentionLayer(**layer._tensors(), **options, score_bias=bias)
+    return layer.replace(score_bias=bias)
 
 
 def doubled(layer: AttentionLayer, n: int) -> AttentionLayer:
@@ -47,10 +46,8 @@ def doubled(layer: AttentionLayer, n: int) -> AttentionLayer:
     if layer.rotary is not None:
         raise NotApplicableError("with rotary positions a copy of a token would stand at another position")
     allowed, bias = layer.allowed(n), layer.score_bias
-    return AttentionLayer(
-        **layer._tensors(),
-        scale=layer.scale,
-        residual=layer.residual,
+    return layer.replace(
+        causal=False,
         mask=None if allowed is None else _tiled(allowed),
         score_bias=None if bias is None else _tiled(bias),
     )

@@ -52,7 +52,7 @@ class Best(Bound):
     """The minimum of the other bounds; `terms` holds each one's value, `notes` who won and who did not apply."""
 
     name = "best"
-    score_terms = ("bias",)
+    score_terms = ("rotary", "bias")
     cost = "that of all bounds together"
     reference: ClassVar[str] = "holdfast"
 

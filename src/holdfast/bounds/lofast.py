@@ -20,10 +20,11 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from holdfast.attention import AttentionLayer, ScoreOperator, ValueOperator, fold
-from holdfast.attention.jacobian import Folded
+from holdfast.attention import AttentionLayer, ValueOperator, fold
+from holdfast.attention.jacobian import Folded, score_operator_of
 from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import Bound, Evaluation, register_bound
+from holdfast.bounds.score_map import ScoreMap, score_map
 from holdfast.linalg import Array
 
 
@@ -31,7 +32,7 @@ class _Splitting(Bound):
     """δ = δ₁ + Σ_l δ₂₁ δ₂₂; the methods differ in the gain of the linear part and in the norm of the score map."""
 
     reference: ClassVar[str] = "havens2024"
-    score_terms = ("bias",)
+    score_terms = ("rotary", "bias")
 
     @abstractmethod
     def _linear_gain(
@@ -40,7 +41,7 @@ class _Splitting(Bound):
         """The gain of the linear part, last, after the terms it is made of."""
 
     @abstractmethod
-    def _score_gain(self, a: Arithmetic[Array], layer: AttentionLayer, f: Folded[Array]) -> dict[str, Array]:
+    def _score_gain(self, a: Arithmetic[Array], layer: AttentionLayer, maps: ScoreMap[Array]) -> dict[str, Array]:
         """A bound of ‖M_l(X)‖ for every head."""
 
     @final
@@ -51,10 +52,10 @@ class _Splitting(Bound):
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         X = a.lift(x)
         f = fold(layer, X)
-        w = layer.weights(X)
+        maps = a.once("score map", lambda: score_map(a, layer, f))
         gain = a.once(f"{self.name} linear", lambda: self._linear_gain(a, layer, x, f))
-        score = a.once(f"{self.name} score", lambda: self._score_gain(a, layer, f))
-        A = a.once("norm_A", lambda: a.matrix_norm(w.w_q @ w.w_k.mT * layer.scale))
+        score = a.once(f"{self.name} score", lambda: self._score_gain(a, layer, maps))
+        A = a.once("norm_A", lambda: a.matrix_norm(maps.forms[0]))
         C, XC = a.once("norm_C", lambda: a.matrix_norm(f.c)), a.once("norm_XC", lambda: a.matrix_norm(f.v))
         norm_X = a.once("norm_X", lambda: a.matrix_norm(X))
 
@@ -74,9 +75,9 @@ def _zeta(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> dict[str, A
     return {"zeta": a.once("zeta", lambda: a.norm(ValueOperator(layer, x)))}
 
 
-def _xi(a: Arithmetic[Array], f: Folded[Array]) -> dict[str, Array]:
-    """ξ_l = ‖A Xᵀ‖ + ‖X A‖ >= ‖M_l(X)‖ (21)."""
-    return {"xi": a.matrix_norm(f.query) + a.matrix_norm(f.key)}
+def _xi(maps: ScoreMap[Array]) -> dict[str, Array]:
+    """ξ_l = ‖A Xᵀ‖ + ‖X A‖ >= ‖M_l(X)‖ (21); with rotary positions docs/math/rotary.md."""
+    return {"xi": maps.query_norm(centred=False) + maps.key_norm()}
 
 
 @final
@@ -93,8 +94,8 @@ class Naive(_Splitting):
         P = a.matrix_norm(f.p)
         return {"norm_P": P, "naive_gain": (P * a.matrix_norm(f.c)).sum(-1) + abs(layer.residual)}
 
-    def _score_gain(self, a: Arithmetic[Array], layer: AttentionLayer, f: Folded[Array]) -> dict[str, Array]:
-        return _xi(a, f)
+    def _score_gain(self, a: Arithmetic[Array], layer: AttentionLayer, maps: ScoreMap[Array]) -> dict[str, Array]:
+        return _xi(maps)
 
 
 @final
@@ -110,8 +111,8 @@ class LofastXi(_Splitting):
     ) -> dict[str, Array]:
         return _zeta(a, layer, x)
 
-    def _score_gain(self, a: Arithmetic[Array], layer: AttentionLayer, f: Folded[Array]) -> dict[str, Array]:
-        return _xi(a, f)
+    def _score_gain(self, a: Arithmetic[Array], layer: AttentionLayer, maps: ScoreMap[Array]) -> dict[str, Array]:
+        return _xi(maps)
 
 
 @final
@@ -127,7 +128,5 @@ class Lofast(_Splitting):
     ) -> dict[str, Array]:
         return _zeta(a, layer, x)
 
-    def _score_gain(self, a: Arithmetic[Array], layer: AttentionLayer, f: Folded[Array]) -> dict[str, Array]:
-        allowed = layer.allowed(f.p.shape[-1])
-        pairs = None if allowed is None else allowed.unsqueeze(-3)
-        return {"norm_M": a.norm(ScoreOperator(f.query, f.key, pairs))}
+    def _score_gain(self, a: Arithmetic[Array], layer: AttentionLayer, maps: ScoreMap[Array]) -> dict[str, Array]:
+        return {"norm_M": a.norm(score_operator_of(maps.f, layer.allowed(maps.f.p.shape[-1])))}

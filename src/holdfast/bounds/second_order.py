@@ -17,7 +17,8 @@ from holdfast.attention import AttentionJacobian, AttentionLayer, ValueOperator
 from holdfast.attention.mean_split import CommonPart, Coupling, OtherPart
 from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import Bound, Evaluation, register_bound
-from holdfast.bounds.over_ball import ROOT2, OverBall, root
+from holdfast.bounds.over_ball import ROOT2, OverBall
+from holdfast.bounds.score_map import root
 from holdfast.linalg import Array
 
 _CELLS = 512
@@ -30,7 +31,8 @@ class Curvature(Generic[Array]):
 
     Attributes:
         every: ‖D²F[G, G]‖ for any G.
-        common: the same where all tokens move alike, G = 1wᵀ: then only the third cumulant is left.
+        common: the same where all tokens move alike, G = 1wᵀ: then without rotary positions only the third cumulant
+            is left.
         mixed: ‖D²F[G, G']‖ with G as in `common` and G' any.
     """
 
@@ -41,7 +43,7 @@ class Curvature(Generic[Array]):
 
 def curvature(ball: OverBall[Array]) -> Curvature[Array]:
     """Theorem 4, from the rows y'' = 2 Cov(s', g) + Cov(s'', z) + κ₃(s', s', z), all heads together."""
-    a, sigma, eta = ball.a, ball.score_spread, ball.query_spread
+    a, sigma, eta = ball.a, ball.score_spread, ball.common_spread
     third, D = ball.third_spread, ball.value_reach.amax(-1).amax(-2)
     first2 = ball.softmax_norm * (ball.stacked_C * ball.stacked_C) * 4.0
     # Row i is at most u + v, u² = Σ_l first_l² Var(s'_l), v = third · (third moments)^½; with any t > 0,
@@ -52,9 +54,13 @@ def curvature(ball: OverBall[Array]) -> Curvature[Array]:
     weights = (first2 * (t + 1.0)).unsqueeze(-1) * ball.q + (cubic + cubic / t).unsqueeze(-1) * ball.third_weights
     damped = ball.damping * ball.value_spread
     every = ball.score_movement(weights) + damped.amax(-1) * ball.joint_A * 2.0
-    # All tokens alike: g does not vary, so both covariances vanish; s' varies through the query alone, by w/√n.
-    common = root((D * eta.square()).square().sum(-1)) / D.shape[-1]
+    # All tokens alike: g does not vary, so that Cov(s', g) vanishes; without rotary positions Cov(s'', z) does too.
+    alike = D * eta.square()
     mixed = _rms(ball.damping * eta) * ball.stacked_C + _rms(damped) * ball.rows_A
+    if ball.map.key_variations2 is not None:
+        alike = alike + ball.value_spread * ball.joint_A * 2.0
+        mixed = mixed + ball.value_spread.amax(-1) * ball.joint_A / math.sqrt(D.shape[-1]) * (1 + 2**-50)
+    common = root(alike.square().sum(-1)) / D.shape[-1]
     return Curvature(every, common, mixed + _rms(root(D) * eta * third.minimum(root(D) * sigma)))
 
 
@@ -112,7 +118,7 @@ class SecondOrder(Bound):
     """
 
     name = "second-order"
-    score_terms = ("bias",)
+    score_terms = ("rotary", "bias")
     cost = "three norms of size nd x nd; for every node (about 6) one of size nd x hn², and n of size hn x d"
     reference: ClassVar[str] = "holdfast"
 
@@ -152,7 +158,7 @@ class Mixed(Bound):
     """
 
     name = "mixed"
-    score_terms = ("bias",)
+    score_terms = ("rotary", "bias")
     cost = "that of second-order, and for every node one norm of size nd x hn²"
     reference: ClassVar[str] = "holdfast"
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import replace
+from typing import TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from holdfast.testing.layers import Case, changed, make_case
+from holdfast.attention.rotary import Pairing
+from holdfast.testing.layers import Case, changed, make_case, turning
 
 T = TypeVar("T")
 
@@ -119,6 +121,19 @@ def _score_bias(case: Case, dice: Dice) -> Case:
     return Case(case.name, changed(case.layer, score_bias=2 * dice.normal(case.layer.h, n, n)), case.x)
 
 
+def _rotary(case: Case, dice: Dice) -> Case:
+    """Rotary positions: rotations of all entries or some, scaled ones, or any numbers; for all inputs or for each."""
+    layer, (b, n, _) = case.layer, case.x.shape
+    r = dice.pick(layer.k - layer.k % 2, 2) if layer.k > 1 else 0
+    batch = dice.pick((), (), (b,))
+    rotary = turning(3 * dice.normal(*batch, n, r // 2), dice.pick(*get_args(Pairing)))
+    factor = dice.pick(1.0, 1.0, 1.3, 0.5)
+    cos, sin = dice.pick(
+        *((factor * rotary.cos, factor * rotary.sin),) * 3, (2 * dice.normal(*batch, n, r), rotary.sin)
+    )
+    return Case(case.name, layer.replace(rotary=replace(rotary, cos=cos, sin=sin)), case.x)
+
+
 def _tiny_values(case: Case, dice: Dice) -> Case:
     return Case(case.name, changed(case.layer, w_v=case.layer.w_v * 1e-9), case.x)
 
@@ -138,6 +153,9 @@ _CHANGES: tuple[Callable[[Case, Dice], Case], ...] = (
     _unequal_heads,
     _scores_from_biases,
     _score_bias,
+    _rotary,
+    _rotary,
+    _rotary,
     _tiny_values,
     _huge_values,
 )

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from holdfast.attention import AttentionLayer
+from holdfast.attention import AttentionLayer, Rotary
+from holdfast.attention.rotary import Pairing
 
 if TYPE_CHECKING:
     import pytest
 
-_WEIGHTS = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o")
-_ARGUMENTS = (*_WEIGHTS, "scale", "residual", "mask", "causal", "rotary", "score_bias")
 _BATCH = 2
-_TYPICAL = ("wide output", "peaked attention", "more tokens than width", "fewer tokens, masked", "everything")
+_TYPICAL = (
+    "wide output",
+    "peaked attention",
+    "more tokens than width",
+    "fewer tokens, masked",
+    "everything",
+    "rotary, everything",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,16 +51,27 @@ class Case:
 
     def member(self, index: int) -> Case:
         """One input of the batch, without batch dimension."""
-        mask = self.layer.mask
-        own = mask if mask is None or mask.ndim == 2 else mask[index]
-        return Case(f"{self.name}[{index}]", self.layer.with_mask(own), self.x[index])
+        part = self.layer.part(self.x.shape[:1], index, index + 1)
+        own: dict[str, Any] = {}
+        if part.mask is not None and part.mask.ndim > 2:
+            own["mask"] = part.mask[0]
+        if part.score_bias is not None and part.score_bias.ndim > 3:
+            own["score_bias"] = part.score_bias[0]
+        if part.rotary is not None and part.rotary.batch:
+            own["rotary"] = replace(part.rotary, cos=part.rotary.cos[0], sin=part.rotary.sin[0])
+        return Case(f"{self.name}[{index}]", part.replace(**own), self.x[index])
 
     def permuted(self, order: Sequence[int]) -> Case:
         """The same tokens in another order; what each may attend to moves with them."""
         index = torch.tensor(list(order))
         allowed = self.layer.allowed(self.x.shape[-2])
-        mask = None if allowed is None else allowed[..., index, :][..., index]
-        return Case(f"{self.name}, permuted", changed(self.layer, mask=mask, causal=False), self.x[..., index, :])
+        moved: dict[str, Any] = {"mask": None if allowed is None else allowed[..., index, :][..., index]}
+        if (rotary := self.layer.rotary) is not None:
+            moved["rotary"] = replace(rotary, cos=rotary.cos[..., index, :], sin=rotary.sin[..., index, :])
+        if (bias := self.layer.score_bias) is not None:
+            moved["score_bias"] = bias[..., index, :][..., index]
+        layer = self.layer.replace(**moved, causal=False)
+        return Case(f"{self.name}, permuted", layer, self.x[..., index, :])
 
     def float(self) -> Case:
         """The layer and the inputs rounded to float32."""
@@ -62,7 +80,7 @@ class Case:
 
 def changed(layer: AttentionLayer, **arguments: Any) -> AttentionLayer:
     """The layer with some of its arguments replaced."""
-    return AttentionLayer(**({name: getattr(layer, name) for name in _ARGUMENTS} | arguments))
+    return layer.replace(**arguments)
 
 
 def parametrize(metafunc: pytest.Metafunc, chosen: Sequence[Case]) -> None:
@@ -90,6 +108,8 @@ def make_case(
     residual: float = 0.0,
     sharpness: float = 1.0,
     size: float = 1.0,
+    rotary: int = 0,
+    pairing: Pairing = "half",
 ) -> Case:
     """A random layer with two inputs.
 
@@ -109,6 +129,8 @@ def make_case(
         residual: of the layer.
         sharpness: factor of the query maps.
         size: factor of the inputs.
+        rotary: how many entries of a head are turned by random angles.
+        pairing: of these entries.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -125,7 +147,15 @@ def make_case(
     if mask is not None:
         shape = (n, n) if mask == "shared" else (_BATCH, n, n)
         allowed = (torch.rand(shape, generator=generator) < 0.5) | torch.eye(n, dtype=torch.bool)
-    return Case(name, AttentionLayer(**weights, scale=scale, residual=residual, mask=allowed, causal=causal), x)
+    turned = turning(3 * normal(n, rotary // 2), pairing) if rotary else None
+    options: dict[str, Any] = {"scale": scale, "residual": residual, "mask": allowed, "causal": causal}
+    return Case(name, AttentionLayer(**weights, **options, rotary=turned), x)
+
+
+def turning(angles: Float[Tensor, "*b n m"], pairing: Pairing = "half") -> Rotary:
+    """Rotations by the given angles of the pairs of entries."""
+    each = torch.cat([angles, angles], -1) if pairing == "half" else angles.repeat_interleave(2, -1)
+    return Rotary(each.cos(), each.sin(), pairing)
 
 
 def gaussian_case(
@@ -187,6 +217,9 @@ def cases(seed: int = 0) -> tuple[Case, ...]:
         make_case("tiny input", seed, size=1e-8),
         make_case("large input", seed, size=20.0),
         make_case("everything", seed, h=4, g=2, biases=True, mask="each", causal=True, residual=1.0),
+        make_case("rotary", seed, n=5, k=4, h=2, rotary=4),
+        make_case("partial rotary", seed, k=3, biases=True, rotary=2, pairing="interleaved", causal=True),
+        make_case("rotary, everything", seed, h=4, g=2, biases=True, mask="each", causal=True, residual=1.0, rotary=2),
     )
 
 
