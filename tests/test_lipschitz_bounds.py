@@ -158,7 +158,7 @@ def written_out(layer: AttentionLayer, x: Tensor, method: str) -> float:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("case", [case for case in cases() if case.layer.rotary is None], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in cases() if case.plain], ids=lambda case: case.name)
 def test_formula_is_the_documented_one(case: Case, method: str) -> None:
     kit = {"yudin": TestYudin, "yudin-b2": TestYudinB2, "yudin-b3": TestYudinB3}[method]()
     value = kit._value(case)

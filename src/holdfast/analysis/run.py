@@ -182,8 +182,8 @@ def _measure(
         found = {
             "slope": slope.value,
             "head_slope": estimate(HeadJacobians(layer, x), tolerance=1e-4, seed=work.seed).value,
-            "softmax_norm": softmax_jacobian_norm(p).amax(-1),
-            "softmax_g1": softmax_jacobian_norm(p, method="g1").amax(-1),
+            "softmax_norm": softmax_jacobian_norm(layer.whole_rows(p)).amax(-1),
+            "softmax_g1": softmax_jacobian_norm(layer.whole_rows(p), method="g1").amax(-1),
             "attention_norm": estimate(MatrixOperator(p), tolerance=1e-4, seed=work.seed).value,
             "entropy": torch.special.entr(p).sum(-1).mean(-1),
             "energy": slope.right.square().sum(-1),

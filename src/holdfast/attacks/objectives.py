@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from holdfast.attention import AttentionJacobian, AttentionLayer, score_operator
+from holdfast.attention.head_norm import Placed
+from holdfast.errors import NotApplicableError
 from holdfast.linalg import Array, Ball, LinearOperator
 from holdfast.linalg.rounding import frobenius
 from holdfast.registry import Registry
@@ -37,6 +39,9 @@ class Objective(ABC):
     @final
     def centre(self) -> Tensor:
         """The points that are perturbed: x, once for each head where heads are attacked apart."""
+        norms = [norm for norm in (self.layer.q_norm, self.layer.k_norm) if norm is not None]
+        if self.per_head and any(norm.across for norm in norms):
+            raise NotApplicableError("a norm over all heads together leaves no head to attack alone")
         return (
             self.x.unsqueeze(-3).expand(*self.x.shape[:-2], self.layer.h, *self.x.shape[-2:])
             if self.per_head
@@ -60,14 +65,24 @@ class Objective(ABC):
         return self._queries(z) @ self._keys(z).mT * self.layer.scale
 
     def _queries(self, z: Array) -> Array:
-        w, rotary = self.layer.weights(z), self.layer.rotary
+        w, layer = self.layer.weights(z), self.layer
         q = z @ w.w_q if w.b_q is None else z @ w.w_q + w.b_q.unsqueeze(-2)
-        return q if rotary is None else rotary.turn(q)
+        return Placed(q, layer.q_norm, layer.rotary).value
 
     def _keys(self, z: Array) -> Array:
-        """The keys less a common row."""
-        w, rotary = self.layer.weights(z), self.layer.rotary
-        return z @ w.w_k if rotary is None else rotary.turn_keys(z @ w.w_k, w.b_k)
+        """The keys, less a common row where softmax does not see it."""
+        w, layer = self.layer.weights(z), self.layer
+        k = z @ w.w_k
+        if layer.beyond_dot_products is not None:
+            k = k if w.b_k is None else k + w.b_k.unsqueeze(-2)
+            return Placed(k, layer.k_norm, layer.rotary).value
+        return k if layer.rotary is None else layer.rotary.turn_keys(k, w.b_k)
+
+    def _values(self, z: Array) -> Array:
+        """The values of each head at its own input; their bias counts where rows of probabilities do not sum to 1."""
+        w = self.layer.weights(z)
+        v = z @ w.w_v
+        return (v if self.layer.sinks is None or w.b_v is None else v + w.b_v.unsqueeze(-2)) @ w.w_o
 
     def _lifted(self, like: Array) -> Array:
         """The centre, in the arithmetic of `like`."""
@@ -111,9 +126,8 @@ class SplitMovement(Objective):
     per_head = False
 
     def values(self, z: Array) -> Array:
-        w = self.layer.weights(z)
         change = self.layer.run(z).p - self.layer.run(self._lifted(z)).p
-        return frobenius((change @ (z.unsqueeze(-3) @ w.w_v @ w.w_o)).sum(-3))
+        return frobenius((change @ self._values(z.unsqueeze(-3))).sum(-3))
 
     def linear(self) -> LinearOperator:
         return AttentionJacobian(self.layer, self.x)
@@ -167,8 +181,7 @@ class ValueNorm(Objective):
     per_head = True
 
     def values(self, z: Array) -> Array:
-        w = self.layer.weights(z)
-        matrix = z @ w.w_v @ w.w_o
+        matrix = self._values(z)
         if isinstance(matrix, Ball):
             # ‖M‖ >= ‖Mv‖ / ‖v‖ for any v.
             v = Ball.exact(torch.linalg.svd(matrix.mid, full_matrices=False).Vh[..., :1, :].mT)

@@ -43,6 +43,8 @@ def on_measure(layer: AttentionLayer, weights: Float[Tensor, "*b n"]) -> Attenti
 
 def doubled(layer: AttentionLayer, n: int) -> AttentionLayer:
     """The layer on 2n tokens that are n tokens and then the same again: copies attend, and are attended to, alike."""
+    if layer.beyond_dot_products is not None:
+        raise NotApplicableError(f"copies of tokens are proved for plain scores, not with {layer.beyond_dot_products}")
     if layer.rotary is not None:
         raise NotApplicableError("with rotary positions a copy of a token would stand at another position")
     allowed, bias = layer.allowed(n), layer.score_bias

@@ -91,7 +91,7 @@ class Rows(Generic[Array]):
         """(…, h, i, n, m) V_lij; one row of queries, (…, h, 1, n, m), where they are the same for all."""
         if self.rotary is None:
             return self.multiplied().unsqueeze(-3)
-        h, n, k = self.left.shape[-3:]
+        n, k = self.left.shape[-2:]
         copies = self.left.unsqueeze(-2).expand(*self.left.shape[:-1], n, k)  # (…, h, j, i, k)
         turned = self.rotary.turn_back(copies.flatten(-4, -3)).reshape(*copies.shape).movedim(-3, -2)
         assert self.right is not None

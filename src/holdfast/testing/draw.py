@@ -9,6 +9,8 @@ from typing import TypeVar, get_args
 import torch
 from torch import Tensor
 
+from holdfast.attention import HeadNorm
+from holdfast.attention.head_norm import Kind
 from holdfast.attention.rotary import Pairing
 from holdfast.testing.layers import Case, changed, make_case, turning
 
@@ -134,6 +136,28 @@ def _rotary(case: Case, dice: Dice) -> Case:
     return Case(case.name, layer.replace(rotary=replace(rotary, cos=cos, sin=sin)), case.x)
 
 
+def _capped(case: Case, dice: Dice) -> Case:
+    """A soft cap, sinks, or both."""
+    cap, sinks = dice.pick((0.5, None), (3.0, None), (None, 1.0), (2.0, 3.0))
+    return Case(
+        case.name,
+        case.layer.replace(soft_cap=cap, sinks=None if sinks is None else sinks * dice.normal(case.layer.h)),
+        case.x,
+    )
+
+
+def _normed(case: Case, dice: Dice) -> Case:
+    """Normalised queries and keys, of each head or of all together."""
+    layer = case.layer
+    kind, across = dice.pick(*get_args(Kind)), dice.pick(False, True)
+
+    def norm(heads: int) -> HeadNorm:
+        shape = (heads, layer.k) if across else (layer.k,)
+        return HeadNorm(dice.normal(*shape), dice.pick(None, dice.normal(*shape)), dice.pick(1e-6, 0.1), kind, across)
+
+    return Case(case.name, layer.replace(q_norm=norm(layer.h), k_norm=norm(layer.g)), case.x)
+
+
 def _tiny_values(case: Case, dice: Dice) -> Case:
     return Case(case.name, changed(case.layer, w_v=case.layer.w_v * 1e-9), case.x)
 
@@ -156,6 +180,8 @@ _CHANGES: tuple[Callable[[Case, Dice], Case], ...] = (
     _rotary,
     _rotary,
     _rotary,
+    _capped,
+    _normed,
     _tiny_values,
     _huge_values,
 )

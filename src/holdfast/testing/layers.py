@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from holdfast.attention import AttentionLayer, Rotary
+from holdfast.attention import AttentionLayer, HeadNorm, Rotary
 from holdfast.attention.rotary import Pairing
 
 if TYPE_CHECKING:
@@ -48,6 +48,11 @@ class Case:
         largest = {name: float(getattr(self.layer, name).abs().max()) for name in ("w_q", "w_k", "w_v", "w_o")}
         scores = 1 + largest["w_q"] * largest["w_k"]
         return (1 + float(self.x.abs().max())) * scores * (1 + largest["w_v"] * largest["w_o"])
+
+    @property
+    def plain(self) -> bool:
+        """Whether the scores are one bilinear form of the tokens for each head, as in the papers."""
+        return self.layer.rotary is None and self.layer.beyond_dot_products is None
 
     def member(self, index: int) -> Case:
         """One input of the batch, without batch dimension."""
@@ -219,6 +224,8 @@ def cases(seed: int = 0) -> tuple[Case, ...]:
         make_case("everything", seed, h=4, g=2, biases=True, mask="each", causal=True, residual=1.0),
         make_case("rotary", seed, n=5, k=4, h=2, rotary=4),
         make_case("partial rotary", seed, k=3, biases=True, rotary=2, pairing="interleaved", causal=True),
+        _capped(make_case("soft cap and sinks", seed, biases=True, mask="shared", residual=1.0)),
+        _normed(make_case("query-key norms", seed, k=4, h=4, g=2, biases=True, rotary=2)),
         make_case("rotary, everything", seed, h=4, g=2, biases=True, mask="each", causal=True, residual=1.0, rotary=2),
     )
 
@@ -257,6 +264,20 @@ def _sink(case: Case) -> Case:
     return Case(
         case.name, changed(case.layer, b_q=4 * (x @ w_k)), torch.cat([x.expand(_BATCH, 1, -1), case.x[:, 1:]], 1)
     )
+
+
+def _capped(case: Case) -> Case:
+    """Scores are capped, and a logit of each head takes part in softmax."""
+    sinks = torch.linspace(-1, 1, case.layer.h, dtype=torch.float64)
+    return Case(case.name, case.layer.replace(soft_cap=1.5, sinks=sinks), case.x)
+
+
+def _normed(case: Case) -> Case:
+    """Queries and keys are normalised, the first ones before their positions turn them."""
+    layer = case.layer
+    weight = torch.linspace(0.5, 1.5, layer.k, dtype=torch.float64)
+    q_norm, k_norm = HeadNorm(weight, eps=0.1), HeadNorm(weight, weight, 0.1, "layer", after_rotation=True)
+    return Case(case.name, layer.replace(q_norm=q_norm, k_norm=k_norm), case.x)
 
 
 def _duplicates(case: Case) -> Case:
