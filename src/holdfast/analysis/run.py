@@ -29,9 +29,6 @@ from holdfast.results import Guarantee
 from holdfast.tracing import TracedLayer, trace
 from holdfast.tracing.loading import Picture
 
-#: "second-order" is exact to first order and nearly always the smallest; "cov" takes a third of its time, and serves
-#: by default where a layer has more than so many numbers in its input.
-_SMALL = 2**13
 #: From the top singular vector a few steps come within a few per cent of a long search.
 _ATTACK = ProjectedAscent(restarts=1, steps=2)
 _ATTACK_WORDS = "Projected gradient ascent, 2 steps from the top singular vector and from random directions."
@@ -54,7 +51,7 @@ def analyze(
     *,
     layers: Sequence[int] | None = None,
     max_tokens: int | None = None,
-    method: str | None = None,
+    method: str = "second-order",
     guarantee: Guarantee = "numerical",
     proved_slope: bool = False,
     attack: bool = True,
@@ -75,7 +72,7 @@ def analyze(
         eps: one radius or several: how far the input of each layer may move, in the Frobenius norm.
         layers: which attention layers, counted from 0; default all.
         max_tokens: token ids beyond so many are cut off.
-        method: a bound's name, as `list_bounds` shows it; default "second-order", or "cov" for large layers.
+        method: a bound's name, as `list_bounds` shows it.
         guarantee: of the bounds: "numerical", or "proved" (slow beyond a few hundred n · d).
         proved_slope: also prove the local constant of each layer from above.
         attack: also search a perturbation at every eps.
@@ -91,14 +88,11 @@ def analyze(
     """
     began = time.perf_counter()
     radii = check_radii(eps)
-    if method is not None:
-        bound_named(method)  # an unknown name is refused before any work is done
+    bound_named(method)  # an unknown name is refused before any work is done
     if max_tokens is not None:
         inputs = shortened(inputs, max_tokens)
     traced = trace(model, inputs)
     chosen = _chosen(layers, len(traced))
-    if method is None:
-        method = "second-order" if max(each.x[0].numel() for each in traced) <= _SMALL else "cov"
     shown = describe(inputs, traced[0].x, tokens, pictures)
     work = Work(radii, method, guarantee, proved_slope, attack, seed)
     found: list[AnalysedLayer] = []

@@ -148,7 +148,7 @@ class YudinBall(Bound):
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         radii = a.number(eps)
-        nodes = nodes_for(radii)
+        nodes = nodes_for(radii, x.shape[-2:].numel())
         ball = on_nodes(a, layer, x, nodes)
         zeta = a.once("zeta", lambda: a.norm(ValueOperator(layer, x)))
         value = weighted(slope_on_balls(ball, zeta, layer.residual), a.lift(widths(nodes, radii)))
