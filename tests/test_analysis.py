@@ -75,7 +75,7 @@ def test_a_head_alone_has_the_norm_of_a_layer_with_one_head(rotary: bool) -> Non
     case = make_case("", h=4, g=2, n=5, d=9, k=4, biases=True, mask="each", residual=1.5)
     angles = torch.rand(5, 4, dtype=torch.float64)
     turned = Rotary(angles.cos(), angles.sin()) if rotary else None
-    found = HeadJacobians(_changed(case.layer, rotary=turned), case.x).dense()
+    found = HeadJacobians(case.layer.replace(rotary=turned), case.x).dense()
     for head in range(4):
         cut = {name: getattr(case.layer, name)[head : head + 1] for name in ("w_q", "w_o", "b_q")}
         cut |= {name: getattr(case.layer, name)[head // 2 : head // 2 + 1] for name in ("w_k", "w_v", "b_k", "b_v")}
@@ -136,15 +136,15 @@ def test_padding_changes_nothing(side: str) -> None:
 def test_a_layer_without_a_proof_says_so_and_shows_the_rest() -> None:
     case = make_case("", h=4, g=2, n=5, d=9, k=4, causal=True)
     angles = torch.rand(2, 5, 4, dtype=torch.float64)
-    layer = _changed(case.layer, rotary=Rotary(angles.cos(), angles.sin()))
+    layer = case.layer.replace(rotary=Rotary(angles.cos(), angles.sin()), soft_cap=5.0)
     padding = {"attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])}
     shown = describe(padding, case.x, None, None)
     work = Work([0.1], "second-order", "numerical", proved_slope=False, attack=True, seed=0)
     found = analyse_layer(7, TracedLayer("turned", layer, case.x, 0.0), shown, work)
     assert found.bound is None
-    assert "rotary" in found.bound_note
+    assert "the layer caps its scores" in found.bound_note
     assert found.attack is not None
-    short = _changed(layer, rotary=Rotary(angles[1, :3].cos(), angles[1, :3].sin()))
+    short = layer.replace(rotary=Rotary(angles[1, :3].cos(), angles[1, :3].sin()))
     expected = holdfast.local_lipschitz(short, case.x[1, :3])
     assert found.slope[1] == pytest.approx(expected.value.item(), rel=1e-5)
     assert found.energy[1][3:] == (0.0, 0.0)
@@ -381,8 +381,3 @@ def test_an_interrupted_command_keeps_what_is_finished(
     assert done.returncode == 130
     assert "interrupted; 1 of 2 layers were finished" in done.stderr
     assert "1 of 2 layers were finished" in page.read_text()
-
-
-def _changed(layer: holdfast.AttentionLayer, **options: Any) -> holdfast.AttentionLayer:
-    names = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o", "scale", "residual", "mask", "causal")
-    return holdfast.AttentionLayer(**{name: getattr(layer, name) for name in names} | options)

@@ -25,6 +25,7 @@ from holdfast.testing.bounds import dense_jacobian
 INF = math.inf
 RADII = (0.3, 1.0, 3.0)
 METHODS = ("castin-ball", "castin-masked", "castin-sharp", "mean-field", "mean-field-masked")
+PLAIN = [case for case in cases() if case.plain]
 
 
 def one_head(A: Tensor, **options: object) -> AttentionLayer:
@@ -150,7 +151,7 @@ def test_mean_field_is_not_above_the_published_formula(p: float) -> None:
             assert masked <= (hardy * (1 + 2 * t) * growth + t) * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", PLAIN, ids=lambda case: case.name)
 def test_sharp_is_never_above_the_others(case: Case) -> None:
     n = case.x.shape[-2]
     sharp = ball_bounds["castin-sharp"](case.layer, RADII, n).value
@@ -218,7 +219,7 @@ def test_masks_lower_the_column_sums() -> None:
 # -- at a point
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", PLAIN, ids=lambda case: case.name)
 def test_data_bound_is_not_above_the_plain_form(case: Case) -> None:
     """At most c (1 + max|a_i| max|x_j - m_i|) √(max column sum) + max ‖C Cov_i A‖, summed over heads."""
     value = holdfast.lipschitz_bound(case.layer, case.x, "castin-data").value
@@ -359,13 +360,11 @@ def test_refusals() -> None:
         (plain, "mean-field-masked", 2.0, "not causal"),
         (masked, "mean-field-masked", 2.0, "a mask beside the causal one"),
         (causal, "mean-field-masked", 1.0, "no such constant at p = 1"),
-        *((turned, name, 2.0, "rotary") for name in METHODS),
+        *((turned, name, 2.0, "rotary") for name in ("mean-field", "mean-field-masked")),
     ]
     for layer, name, p, reason in expected:
         with pytest.raises(NotApplicableError, match=reason):
             holdfast.lipschitz_bound(layer, radius=1.0, tokens=3, p=p, method=name)
-    with pytest.raises(NotApplicableError, match="rotary"):
-        holdfast.lipschitz_bound(turned, torch.ones(3, 2, dtype=torch.float64), "castin-data")
 
 
 def test_radius_errors() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from holdfast import AttentionLayer, Bound
 from holdfast.attacks import Attack, Objective, ProjectedAscent, objectives
-from holdfast.attention import AttentionJacobian, ScoreOperator, ValueOperator, fold, score_operator
+from holdfast.attention import AttentionJacobian, ValueOperator, fold, score_operator
 from holdfast.attention.covariances import ValueCovariance
 from holdfast.attention.heads import HeadJacobians
 from holdfast.attention.mean_split import CommonPart, Coupling, OtherPart
@@ -23,7 +23,7 @@ from holdfast.attention.query_path import QueryBlocks
 from holdfast.bounds import bounds
 from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import Evaluation
-from holdfast.linalg import Array, Ball, FunctionJacobian, LinearOperator, MatrixOperator
+from holdfast.linalg import Array, Ball, FunctionJacobian, LinearOperator, MatrixOperator, ProvableOperator
 from holdfast.registry import Registry
 from holdfast.testing import (
     AttackConformance,
@@ -114,7 +114,7 @@ class TestValueOperator(ProvableConformance):
 
 
 class TestScoreOperator(ProvableConformance):
-    def build(self, layer: AttentionLayer, x: Tensor) -> ScoreOperator:
+    def build(self, layer: AttentionLayer, x: Tensor) -> ProvableOperator:
         return score_operator(layer, x)
 
 
@@ -153,13 +153,19 @@ class TestCoupling(ProvableConformance):
 class TestScoreMoments(ProvableConformance):
     def build(self, layer: AttentionLayer, x: Tensor) -> ScoreMoments:
         f = fold(layer, x)
-        return ScoreMoments(f.query, f.key, f.p)
+        return ScoreMoments(f.query_rows, f.key_rows, f.p)
 
 
 class TestRowMoments(ProvableConformance):
     def build(self, layer: AttentionLayer, x: Tensor) -> RowMoments:
         f = fold(layer, x)
-        return RowMoments(f.query, f.p, own=f.key)
+        return RowMoments(f.query_rows, f.p, own=fold(layer.replace(rotary=None), x).key)
+
+
+class TestScoreMomentsNotCentred(ProvableConformance):
+    def build(self, layer: AttentionLayer, x: Tensor) -> ScoreMoments:
+        f = fold(layer, x)
+        return ScoreMoments(f.query_rows, f.key_rows, f.p, centred=False)
 
 
 class TestRowMomentsNotCentred(ProvableConformance):

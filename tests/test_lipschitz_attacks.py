@@ -192,4 +192,6 @@ def test_errors() -> None:
         adversarial_configuration(layer.with_mask(torch.ones(3, 3, dtype=torch.bool)), 1.0, 4)
     turned = changed(layer, rotary=Rotary(*torch.ones(2, 4, 2, dtype=torch.float64)))
     with pytest.raises(NotApplicableError, match="without rotary positions"):
-        holdfast.lipschitz_attack(turned, 1.0, 4)
+        adversarial_configuration(turned, 1.0, 4)
+    with pytest.raises(InputError, match="not those of 3 tokens"):
+        holdfast.lipschitz_attack(turned, 1.0, 3)

@@ -12,7 +12,7 @@ from torch import Tensor
 import holdfast
 from holdfast.attention.rotary import Rotary
 from holdfast.bounds.arithmetic import Arithmetic, Numerical, Proved
-from holdfast.errors import InputError, NotApplicableError, UnknownNameError
+from holdfast.errors import InputError, UnknownNameError
 from holdfast.linalg import Ball
 from holdfast.network.attention import Attention
 from holdfast.network.attention_derivatives import AttentionPass
@@ -33,7 +33,7 @@ def _more_cases() -> list[Case]:
     ]
 
 
-CASES = [*cases(), *_more_cases()]
+CASES = [case for case in [*cases(), *_more_cases()] if case.layer.beyond_dot_products is None]
 MODERATE = [case for case in CASES if case.name not in ("one-hot attention", "large input", "zero weights")]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 each_moderate = pytest.mark.parametrize("case", MODERATE, ids=lambda case: case.name)
@@ -117,11 +117,7 @@ def test_balls_hold_the_float_values_in_any_order_and_are_narrow(case: Case) -> 
     (a, b, c), m = tangents(case, 3), adjoint(case)
     enclosed = _derivatives(case, *(Ball.exact(t) for t in (case.x, a, b, c, m)))
     order = torch.randperm(case.x.shape[-2], generator=torch.Generator().manual_seed(0))
-    # A score that rotates with its position, and a bias, belong to the tokens' places.
-    placed = case.layer.rotary is not None or case.layer.score_bias is not None
-    moved = case if placed else case.permuted(order.tolist())
-    order = torch.arange(len(order)) if placed else order
-    back = order.argsort()
+    moved, back = case.permuted(order.tolist()), order.argsort()
     floats = _derivatives(moved, *(t[..., order, :] for t in (case.x, a, b, c, m)))
     for enclosure, value in zip(enclosed, floats, strict=True):
         # The float value has rounding errors of its own, about as large as the radius.
@@ -151,8 +147,7 @@ def _derivatives(case: Case, x: Any, a: Any, b: Any, c: Any, m: Any) -> list[Any
 # -- bounds on balls
 
 RHO = torch.tensor([[0.05, 0.6], [0.3, 0.01]], dtype=torch.float64)  # radii of their own for both inputs
-BOUNDED = [case for case in CASES if case.layer.rotary is None]
-each_bounded = pytest.mark.parametrize("case", BOUNDED, ids=lambda case: case.name)
+each_bounded = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 TYPICAL = [case for case in CASES if case.name in ("peaked attention", "score bias", "everything")]
 each_typical = pytest.mark.parametrize("case", TYPICAL, ids=lambda case: case.name)
 each_arithmetic = pytest.mark.parametrize("arithmetic", [Numerical, Proved])
@@ -280,12 +275,7 @@ def test_one_arithmetic_serves_many_pieces_inputs_and_radii(arithmetic: type[Ari
 
 
 def test_errors() -> None:
-    turned = next(case for case in CASES if case.name == "rotary")
-    piece, a = Attention(turned.layer), Numerical()
-    for name in BOUNDS:
-        with pytest.raises(NotApplicableError, match="rotary positions"):
-            evaluate(a, piece, name, turned.x, RHO)
-    plain = CASES[0]
+    plain, a = CASES[0], Numerical()
     with pytest.raises(UnknownNameError, match="lofat"):
         evaluate(a, Attention(plain.layer), "reach", plain.x, RHO, method="lofat")
     with pytest.raises(InputError, match=r"radii have shape \(3, 2\); expected \(r\) or \(2, 'r'\)"):

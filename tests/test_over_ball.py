@@ -6,9 +6,10 @@ from torch import Tensor
 
 import holdfast
 from holdfast.attention import AttentionLayer
+from holdfast.bounds import second_order
 from holdfast.bounds.arithmetic import Numerical, Proved
 from holdfast.bounds.over_ball import OverBall, _covered_norm
-from holdfast.testing import gaussian_case
+from holdfast.testing import gaussian_case, make_case
 
 AT_X = torch.zeros(1, dtype=torch.float64)
 
@@ -86,3 +87,22 @@ def test_a_row_on_one_key_keeps_its_small_norm() -> None:
     a, tail = Proved(), 5e-21
     weights = torch.tensor([1.0, tail], dtype=torch.float64)
     assert float(_covered_norm(a, weights).upper) >= 2 * tail
+
+
+@pytest.mark.parametrize("turned", [0, 2])
+def test_large_layers_are_bounded_at_the_asked_radii_alone(turned: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer nodes and no split of directions are looser, never below the attack, and equal as eps vanishes."""
+    case = make_case("", n=5, d=4, k=2, rotary=turned, sharpness=2.0)
+    radii = [1e-7, 0.05, 0.5]
+    fine = holdfast.bound(case.layer, case.x, radii, "second-order")
+    monkeypatch.setattr(second_order, "_LARGE", 0)
+    monkeypatch.setattr(second_order, "_LITTLE", 2.0)
+    coarse = holdfast.bound(case.layer, case.x, radii, "second-order")
+    attained = holdfast.attack(case.layer, case.x, radii, restarts=3, steps=30).lower
+    assert "other" not in coarse.terms
+    assert bool((coarse.value >= attained).all())
+    assert bool((coarse.value >= fine.value * (1 - 1e-5)).all())
+    torch.testing.assert_close(coarse.value[:, 0], fine.value[:, 0], rtol=1e-5, atol=0)
+    monkeypatch.setattr(second_order, "_LITTLE", 0.0)
+    split = holdfast.bound(case.layer, case.x, radii, "second-order").value
+    assert bool(((split >= attained) & (split <= coarse.value * (1 + 1e-5))).all())

@@ -16,6 +16,7 @@ from holdfast.attention.rotary import Pairing
 from holdfast.bounds import bounds
 from holdfast.linalg import Ball, FunctionJacobian
 from holdfast.testing import Case, ProvableConformance, changed, make_case
+from holdfast.testing.layers import turning
 
 
 def angles(n: int, r: int, *batch: int, seed: int = 0) -> Tensor:
@@ -175,14 +176,52 @@ class TestTurnedJacobian(ProvableConformance):
         return AttentionJacobian(changed(layer, rotary=rotary, score_bias=bias), x)
 
 
-# -- who refuses them
+# -- bounds
 
 
-def test_bounds_without_a_proof_for_rotary_positions_say_so() -> None:
-    case = with_terms(make_case(""), rotary=True)
-    for bound in bounds.values():
+KINDS: dict[str, dict[str, Any]] = {
+    "half": {"rotary": turning(angles(4, 2))},
+    "interleaved": {"rotary": turning(angles(4, 2), "interleaved")},
+    "partial": {"rotary": turning(angles(4, 1))},
+    "positions of each input": {"rotary": turning(angles(4, 2, 2))},
+    "scaled": {"rotary": Rotary(1.3 * angles(4, 4).cos(), 1.3 * angles(4, 4).sin())},
+    "any numbers": {"rotary": Rotary(angles(4, 4), angles(4, 4, seed=1))},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_bound_holds_for_every_kind_of_rotation(kind: str) -> None:
+    plain = make_case("", n=4, d=5, k=4, biases=True)
+    layer, radii = plain.layer.replace(**KINDS[kind]), [1e-3, 0.1, 1.0]
+    attained = holdfast.attack(layer, plain.x, radii, restarts=3, steps=30).lower
+    for name in bounds:
+        assert bool((bounds[name](layer, plain.x, radii).value >= attained).all()), name
+
+
+def test_without_turning_the_bounds_are_those_of_the_plain_layer() -> None:
+    """But for norms of products, which are taken factor by factor; these count in second order only."""
+    plain = make_case("", n=4, d=5, k=4, biases=True)
+    still = plain.layer.replace(rotary=Rotary(angles(4, 4) * 0 + 1, angles(4, 4) * 0))
+    for name in ("lofast", "plus", "cov", "second-order", "mixed", "rows"):
+        expected, found = (bounds[name](layer, plain.x, [1e-7, 0.1]).value for layer in (plain.layer, still))
+        torch.testing.assert_close(found[:, 0], expected[:, 0], rtol=1e-5, atol=0)
+        assert bool((found >= expected * (1 - 1e-9)).all())
+
+
+def test_norm_of_a_rotation_is_one_and_of_any_numbers_that_of_its_matrix() -> None:
+    assert 1 <= turning(angles(4, 2)).norm < 1 + 1e-14
+    rotary = Rotary(angles(1, 4), angles(1, 4, seed=1), "interleaved")
+    matrix = rotary.turn(torch.eye(4, dtype=torch.float64).unsqueeze(-2)).squeeze(-2).mT
+    torch.testing.assert_close(rotary.norm, float(torch.linalg.matrix_norm(matrix, ord=2)))
+
+
+def test_measures_do_not_know_positions() -> None:
+    layer = make_case("", k=4, rotary=4).layer
+    for name in ("mean-field", "mean-field-masked"):
         with pytest.raises(NotApplicableError, match="rotary"):
-            bound(case.layer, case.x, 0.1)
+            holdfast.lipschitz_bound(layer.replace(causal=name.endswith("masked")), radius=1.0, tokens=4, method=name)
+    with pytest.raises(InputError, match="tokens is 3 and the rotary positions are for 4"):
+        holdfast.lipschitz_bound(layer, radius=1.0, tokens=3)
 
 
 @pytest.mark.parametrize("name", list(bounds))
@@ -193,12 +232,19 @@ def test_bounds_hold_with_a_score_bias(name: str) -> None:
     assert bool((bounds[name](case.layer, case.x, radii).value >= attained).all())
 
 
-def test_folding_refuses_rotary_positions() -> None:
+def test_rows_of_all_queries_are_refused() -> None:
     case = with_terms(make_case(""), rotary=True)
-    with pytest.raises(NotApplicableError, match="not one matrix"):
-        fold(case.layer, case.x)
-    with pytest.raises(NotApplicableError, match="not one matrix"):
-        holdfast.attack(case.layer, case.x, 0.1, objective="delta-21", restarts=1, steps=1)
+    with pytest.raises(NotApplicableError, match="others for every query"):
+        _ = fold(case.layer, case.x).key
+
+
+def test_inner_quantities_can_be_attacked() -> None:
+    case = with_terms(make_case("", n=4, biases=True, mask="shared"), rotary=True)
+    bound = holdfast.bound(case.layer, case.x, 0.3, "lofast")
+    for objective in ("delta-21", "scores"):
+        found = holdfast.attack(case.layer, case.x, 0.3, objective=objective, restarts=3, steps=20).lower
+        assert bool((found <= bound.terms["delta_21"].squeeze(-1)).all())
+        assert bool((found > 0).all())
 
 
 @pytest.mark.parametrize(

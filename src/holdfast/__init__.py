@@ -2,10 +2,11 @@
 
 from holdfast.analysis import Analysis, analyze
 from holdfast.api import attack, bound, lipschitz_attack, lipschitz_bound, local_lipschitz
-from holdfast.attention import AttentionLayer, Rotary
+from holdfast.attention import AttentionLayer, HeadNorm, Rotary
 from holdfast.attention.diagnostics import AttentionReport, attention_report
 from holdfast.attention.softmax import g_k, softmax_jacobian_norm
 from holdfast.bounds import Bound, list_bounds, register_bound, register_lipschitz_bound
+from holdfast.cache import CacheError, Quantiser, cache_bits, cache_error
 from holdfast.certification import certify
 from holdfast.errors import (
     HoldfastError,
@@ -38,8 +39,10 @@ __all__ = [
     "AttentionReport",
     "Bound",
     "BoundResult",
+    "CacheError",
     "Certificate",
     "CertificationRun",
+    "HeadNorm",
     "HoldfastError",
     "InputError",
     "JaSMin",
@@ -48,6 +51,7 @@ __all__ = [
     "MemoryLimitError",
     "NormResult",
     "NotApplicableError",
+    "Quantiser",
     "Rotary",
     "SoundnessError",
     "TracedLayer",
@@ -57,6 +61,8 @@ __all__ = [
     "attack",
     "attention_report",
     "bound",
+    "cache_bits",
+    "cache_error",
     "certify",
     "g_k",
     "iter_trace",

@@ -29,9 +29,6 @@ from holdfast.radii import check_radii
 from holdfast.results import Guarantee
 from holdfast.tracing.loading import Picture
 
-#: "second-order" is exact to first order and nearly always the smallest; "cov" takes a third of its time, and serves
-#: by default where a layer has more than so many numbers in its input.
-_SMALL = 2**13
 #: From the top singular vector a few steps come within a few per cent of a long search.
 _ATTACK = ProjectedAscent(restarts=1, steps=2)
 _ATTACK_WORDS = "Projected gradient ascent, 2 steps from the top singular vector and from random directions."
@@ -54,7 +51,7 @@ def analyze(
     *,
     layers: Sequence[int] | None = None,
     max_tokens: int | None = None,
-    method: str | None = None,
+    method: str = "second-order",
     guarantee: Guarantee = "numerical",
     proved_slope: bool = False,
     attack: bool = True,
@@ -75,7 +72,7 @@ def analyze(
         eps: one radius or several: how far the input of each layer may move, in the Frobenius norm.
         layers: which attention layers, counted from 0; default all.
         max_tokens: token ids beyond so many are cut off.
-        method: a bound's name, as `list_bounds` shows it; default "second-order", or "cov" for large layers.
+        method: a bound's name, as `list_bounds` shows it.
         guarantee: of the bounds: "numerical", or "proved" (slow beyond a few hundred n · d).
         proved_slope: also prove the local constant of each layer from above.
         attack: also search a perturbation at every eps.
@@ -91,14 +88,11 @@ def analyze(
     """
     began = time.perf_counter()
     radii = check_radii(eps)
-    if method is not None:
-        bound_named(method)  # an unknown name is refused before any work is done
+    bound_named(method)  # an unknown name is refused before any work is done
     if max_tokens is not None:
         inputs = shortened(inputs, max_tokens)
     traced = trace(model, inputs)
     chosen = _chosen(layers, len(traced))
-    if method is None:
-        method = "second-order" if max(each.x[0].numel() for each in traced) <= _SMALL else "cov"
     shown = describe(inputs, traced[0].x, tokens, pictures)
     work = Work(radii, method, guarantee, proved_slope, attack, seed)
     found: list[AnalysedLayer] = []
@@ -182,8 +176,8 @@ def _measure(
         found = {
             "slope": slope.value,
             "head_slope": estimate(HeadJacobians(layer, x), tolerance=1e-4, seed=work.seed).value,
-            "softmax_norm": softmax_jacobian_norm(p).amax(-1),
-            "softmax_g1": softmax_jacobian_norm(p, method="g1").amax(-1),
+            "softmax_norm": softmax_jacobian_norm(layer.whole_rows(p)).amax(-1),
+            "softmax_g1": softmax_jacobian_norm(layer.whole_rows(p), method="g1").amax(-1),
             "attention_norm": estimate(MatrixOperator(p), tolerance=1e-4, seed=work.seed).value,
             "entropy": torch.special.entr(p).sum(-1).mean(-1),
             "energy": slope.right.square().sum(-1),
@@ -221,16 +215,8 @@ def _without_padding(
         mask = None if bool(mask.all()) else mask
     if rotary is not None:
         rotary = replace(rotary, cos=cut(rotary.cos, 2, -2), sin=cut(rotary.sin, 2, -2))
-    shortened = AttentionLayer(
-        *(layer.w_q, layer.w_k, layer.w_v, layer.w_o, layer.b_q, layer.b_k, layer.b_v, layer.b_o),
-        scale=layer.scale,
-        residual=layer.residual,
-        mask=mask,
-        causal=layer.causal,
-        rotary=rotary,
-        score_bias=None if bias is None else cut(bias, 3, -2, -1),
-    )
-    return shortened, x[members][:, keep]
+    bias = None if bias is None else cut(bias, 3, -2, -1)
+    return layer.replace(mask=mask, rotary=rotary, score_bias=bias), x[members][:, keep]
 
 
 def _chosen(layers: Sequence[int] | None, count: int) -> list[int]:

@@ -203,12 +203,15 @@ def inside(x: Float[Tensor, "*s n d"], radius: float) -> Float[Tensor, "*s n d"]
     raise SoundnessError("tokens could not be pulled into the ball; please report the layer and the radius")
 
 
-def checked(layer: AttentionLayer, radius: float, tokens: int) -> tuple[AttentionLayer, float]:
-    """The layer in float64 and the radius, where the constructions apply."""
+def checked(layer: AttentionLayer, radius: float, tokens: int, *, ascent: bool = False) -> tuple[AttentionLayer, float]:
+    """The layer in float64 and the radius, where the constructions apply, or an ascent, which asks less."""
     (radius,) = check_radii(radius, "radius")
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
         raise InputError(f"tokens is {tokens!r}; expected how many tokens there are, at least 1")
-    if layer.rotary is not None or layer.score_bias is not None:
+    rotary, bias = layer.rotary, layer.score_bias
+    if ascent and ((rotary is not None and rotary.cos.shape[:-1] != (tokens,)) or (bias is not None and bias.ndim > 3)):
+        raise InputError(f"rotary positions or a score bias are not those of {tokens} tokens of one input")
+    if not ascent and (rotary is not None or bias is not None):
         raise NotApplicableError("the configurations are made for scores without rotary positions or a score bias")
     if layer.mask is not None and layer.mask.shape != (tokens, tokens):
         raise InputError(f"the mask has shape {tuple(layer.mask.shape)}; expected ({tokens}, {tokens})")

@@ -50,7 +50,7 @@ class LipschitzAscent:
             seed: of everything random.
         """
         began = time.perf_counter()
-        layer, radius = checked(layer, radius, tokens)
+        layer, radius = checked(layer, radius, tokens, ascent=True)
         with torch.no_grad():
             starts = self._starts(layer, radius, tokens, seed)
             looked_at = [_look(layer, x, seed) for x in torch.split(starts, self.restarts)]
@@ -66,7 +66,7 @@ class LipschitzAscent:
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64).to(layer.w_q)
 
-        dominant = dominant_tokens(layer, radius).tokens(n)
+        dominant = dominant_tokens(layer.replace(rotary=None, score_bias=None), radius).tokens(n)
         count = max(2 * self.restarts, _TRIED * self.restarts - len(dominant))
         scattered = normal(count, n, layer.d)
         scattered[::2] = 0.1 * scattered[::2] + normal(*scattered[::2, :1].shape)

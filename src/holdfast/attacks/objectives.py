@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from holdfast.attention import AttentionJacobian, AttentionLayer, score_operator
+from holdfast.attention.head_norm import Placed
+from holdfast.errors import NotApplicableError
 from holdfast.linalg import Array, Ball, LinearOperator
 from holdfast.linalg.rounding import frobenius
 from holdfast.registry import Registry
@@ -37,6 +39,9 @@ class Objective(ABC):
     @final
     def centre(self) -> Tensor:
         """The points that are perturbed: x, once for each head where heads are attacked apart."""
+        norms = [norm for norm in (self.layer.q_norm, self.layer.k_norm) if norm is not None]
+        if self.per_head and any(norm.across for norm in norms):
+            raise NotApplicableError("a norm over all heads together leaves no head to attack alone")
         return (
             self.x.unsqueeze(-3).expand(*self.x.shape[:-2], self.layer.h, *self.x.shape[-2:])
             if self.per_head
@@ -53,11 +58,31 @@ class Objective(ABC):
 
     def _probabilities(self, z: Array) -> Array:
         """P_l(z_l), each head at its own input: (…, h, n, d) to (…, h, n, n)."""
+        return self.layer.probabilities(self._scores(z))
+
+    def _scores(self, z: Array) -> Array:
+        """Scale · QKᵀ up to a constant along each row, each head at its own input."""
+        return self._queries(z) @ self._keys(z).mT * self.layer.scale
+
+    def _queries(self, z: Array) -> Array:
+        w, layer = self.layer.weights(z), self.layer
+        q = z @ w.w_q if w.b_q is None else z @ w.w_q + w.b_q.unsqueeze(-2)
+        return Placed(q, layer.q_norm, layer.rotary).value
+
+    def _keys(self, z: Array) -> Array:
+        """The keys, less a common row where softmax does not see it."""
+        w, layer = self.layer.weights(z), self.layer
+        k = z @ w.w_k
+        if layer.beyond_dot_products is not None:
+            k = k if w.b_k is None else k + w.b_k.unsqueeze(-2)
+            return Placed(k, layer.k_norm, layer.rotary).value
+        return k if layer.rotary is None else layer.rotary.turn_keys(k, w.b_k)
+
+    def _values(self, z: Array) -> Array:
+        """The values of each head at its own input; their bias counts where rows of probabilities do not sum to 1."""
         w = self.layer.weights(z)
-        q, k = z @ w.w_q, z @ w.w_k
-        if w.b_q is not None:
-            q = q + w.b_q.unsqueeze(-2)
-        return self.layer.probabilities(q @ k.mT * self.layer.scale)
+        v = z @ w.w_v
+        return (v if self.layer.sinks is None or w.b_v is None else v + w.b_v.unsqueeze(-2)) @ w.w_o
 
     def _lifted(self, like: Array) -> Array:
         """The centre, in the arithmetic of `like`."""
@@ -101,9 +126,8 @@ class SplitMovement(Objective):
     per_head = False
 
     def values(self, z: Array) -> Array:
-        w = self.layer.weights(z)
         change = self.layer.run(z).p - self.layer.run(self._lifted(z)).p
-        return frobenius((change @ (z.unsqueeze(-3) @ w.w_v @ w.w_o)).sum(-3))
+        return frobenius((change @ self._values(z.unsqueeze(-3))).sum(-3))
 
     def linear(self) -> LinearOperator:
         return AttentionJacobian(self.layer, self.x)
@@ -136,12 +160,8 @@ class ScoreMovement(Objective):
 
     def values(self, z: Array) -> Array:
         x = self._lifted(z)
-        w = self.layer.weights(z)
-        move = z - x
-        q = x @ w.w_q
-        if w.b_q is not None:
-            q = q + w.b_q.unsqueeze(-2)
-        moved = (move @ w.w_q) @ (z @ w.w_k).mT + q @ (move @ w.w_k).mT
+        queries, keys = (each(z) - each(x) for each in (self._queries, self._keys))
+        moved = queries @ self._keys(z).mT + self._queries(x) @ keys.mT
         allowed = self.layer.allowed(z.shape[-2])
         if allowed is not None:
             moved = moved.masked_fill(~allowed.unsqueeze(-3), 0.0)
@@ -161,8 +181,7 @@ class ValueNorm(Objective):
     per_head = True
 
     def values(self, z: Array) -> Array:
-        w = self.layer.weights(z)
-        matrix = z @ w.w_v @ w.w_o
+        matrix = self._values(z)
         if isinstance(matrix, Ball):
             # ‖M‖ >= ‖Mv‖ / ‖v‖ for any v.
             v = Ball.exact(torch.linalg.svd(matrix.mid, full_matrices=False).Vh[..., :1, :].mT)

@@ -1,5 +1,6 @@
 """One layer of softmax dot-product attention, its probabilities and its Jacobian in closed form."""
 
+from holdfast.attention.head_norm import HeadNorm
 from holdfast.attention.jacobian import AttentionJacobian, ScoreOperator, ValueOperator, fold, score_operator
 from holdfast.attention.large_radius import large_radius_limit
 from holdfast.attention.layer import AttentionLayer
@@ -9,6 +10,7 @@ from holdfast.attention.rotary import Rotary
 __all__ = [
     "AttentionJacobian",
     "AttentionLayer",
+    "HeadNorm",
     "Rotary",
     "ScoreOperator",
     "ValueOperator",

@@ -30,17 +30,18 @@ def weights(tensors: Mapping[str, Tensor]) -> None:
         if tensors[name].ndim != 3:
             raise InputError(f"{name} has shape {_shape(tensors[name])}; expected three dimensions, (heads, d, k)")
     (h, d, k), (g, d_out) = tensors["w_q"].shape, (tensors["w_k"].shape[0], tensors["w_o"].shape[2])
-    if min(h, g, d, k, d_out) == 0:
+    if min(h, g, d, k, d_out, tensors["w_v"].shape[2]) == 0:
         raise InputError(f"w_q has shape {_shape(tensors['w_q'])}; every size must be at least 1")
     if h % g:
         raise InputError(f"w_q has {h} heads and w_k {g}; the key-value heads must divide the query heads")
+    k_v = tensors["w_v"].shape[2]
     expected = {
         "w_k": (g, d, k),
-        "w_v": (g, d, k),
-        "w_o": (h, k, d_out),
+        "w_v": (g, d, k_v),
+        "w_o": (h, k_v, d_out),
         "b_q": (h, k),
         "b_k": (g, k),
-        "b_v": (g, k),
+        "b_v": (g, k_v),
         "b_o": (d_out,),
     }
     first = tensors["w_q"]
@@ -103,10 +104,27 @@ def score_terms(layer: AttentionLayer) -> None:
         raise InputError(
             f"score_bias has shape {_shape(bias)}; expected (n, n), ({layer.h}, n, n) or (b, {layer.h}, n, n)"
         )
+    if layer.soft_cap is not None and not 0 < layer.soft_cap < math.inf:
+        raise InputError(f"soft_cap is {layer.soft_cap}; expected a positive number, or None for no cap")
+    if layer.sinks is not None:
+        _like_the_weights(layer, layer.sinks, "sinks", (layer.h,))
+    for name, norm, heads in (("q_norm", layer.q_norm, layer.h), ("k_norm", layer.k_norm, layer.g)):
+        if norm is not None:
+            shape = (layer.k,) if norm.weight.ndim == 1 else (heads, layer.k)
+            _like_the_weights(layer, norm.weight, f"the weight of {name}", shape)
+            if norm.bias is not None:
+                _like_the_weights(layer, norm.bias, f"the bias of {name}", shape)
     tokens = {name: n for name, n, _ in _positional(layer)}
     if len(set(tokens.values())) > 1:
         found = ", ".join(f"{name} for {n}" for name, n in tokens.items())
         raise InputError(f"the layer's parts are for different numbers of tokens: {found}")
+
+
+def _like_the_weights(layer: AttentionLayer, t: Tensor, name: str, shape: tuple[int, ...]) -> None:
+    if not isinstance(t, Tensor) or t.shape != shape or t.dtype != layer.dtype or t.device != layer.device:
+        found = f"{_shape(t)}, {t.dtype} on {t.device}" if isinstance(t, Tensor) else type(t).__name__
+        raise InputError(f"{name} is {found}; expected {shape}, {layer.dtype} on {layer.device}")
+    finite(t, name)
 
 
 def input(layer: AttentionLayer, x: Tensor) -> None:

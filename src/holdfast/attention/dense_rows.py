@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from holdfast.attention.layer import AttentionLayer
+from holdfast.attention.paths import paths
 from holdfast.attention.rotary import Rotary
 from holdfast.linalg.operator import Enclosure
 from holdfast.linalg.rounding import Ball, frobenius_upper
@@ -97,6 +98,21 @@ def enclose_rows(f: FoldedValues[Ball], residual: float, scores: ScoreRows | Non
         J[:, rows] = block.mid
         squares = squares + Ball.exact(frobenius_upper(block.rad, (-4, -3, -2, -1))).square()
     return Enclosure(J.reshape(b, n * d_out, n * d), squares.sqrt().upper)
+
+
+def enclose_columns(layer: AttentionLayer, x: Ball) -> Enclosure:
+    """The matrix of the Jacobian of any layer, column by column: its derivative along every unit vector, in balls."""
+    b, n, d = x.shape
+    J = x.mid.new_empty(b, n * layer.d_out, n * d)
+    squares = Ball.exact(J.new_zeros(b))
+    step = max(1, _CHUNK_DOUBLES // (8 * b * layer.h * n * max(n, layer.k)))
+    for start in range(0, n * d, step):
+        stop = min(start + step, n * d)
+        basis = torch.eye(n * d, dtype=torch.float64, device=J.device)[start:stop]
+        columns = paths(layer, x, Ball.exact(basis.reshape(-1, 1, n, d).expand(-1, b, n, d))).total
+        J[..., start:stop] = columns.mid.flatten(2).movedim(0, -1)
+        squares = squares + Ball.exact(frobenius_upper(columns.rad, (-4, -2, -1))).square()
+    return Enclosure(J, squares.sqrt().upper)
 
 
 def _value_rows(f: FoldedValues[Ball], rows: slice) -> Ball:

@@ -111,7 +111,7 @@ def attention_report(
         pulled = split_heads(u @ part.w_o.flatten(0, 1).mT, layer.h)
         columns = p.sum(-2) / p.shape[-1]
         return AttentionReport(
-            g1=softmax_jacobian_norm(p, "g1"),
+            g1=softmax_jacobian_norm(layer.whole_rows(p), "g1"),
             attention_norm=estimate(MatrixOperator(p), tolerance=tolerance, seed=seed).value,
             entropy=torch.special.entr(p).sum(-1),
             sink=columns.argmax(-1),

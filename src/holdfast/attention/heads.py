@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from holdfast.attention.layer import AttentionLayer
+from holdfast.errors import NotApplicableError
 from holdfast.linalg.operator import LinearOperator
 
 
@@ -22,21 +23,25 @@ class HeadJacobians(LinearOperator):
     """
 
     def __init__(self, layer: AttentionLayer, x: Float[Tensor, "*b n d"]) -> None:
+        if (layer.q_norm is not None and layer.q_norm.across) or (layer.k_norm is not None and layer.k_norm.across):
+            raise NotApplicableError("a norm over all heads together leaves no head alone")
         w, parts = layer.weights(x), layer.run(x)
-        self._rotary = layer.rotary
+        self._placed = layer.placed(x)
+        slope = layer.cap_slope(parts)
+        self._widths = [map_.shape[-1] for map_ in (w.w_q, w.w_k, w.w_v)]
         self._r = torch.linalg.qr(torch.cat([w.w_q, w.w_k, w.w_v], -1), mode="r").R
         self._t = torch.linalg.qr(w.w_o.mT, mode="r").R.mT
         self._q, self._k = parts.q * layer.scale, parts.k * layer.scale
         self._v, self._p, self._y = parts.v, parts.p, parts.y
+        self._steep = parts.p if slope is None else parts.p * slope
         n = x.shape[-2]
         domain, codomain = torch.Size((n, self._r.shape[-2])), torch.Size((n, self._t.shape[-1]))
         super().__init__(torch.Size((*x.shape[:-2], layer.h)), domain, codomain, x)
 
     def mv(self, v: Float[Tensor, "*m h n r"]) -> Float[Tensor, "*m h n t"]:
-        dq, dk, dv = (v @ self._r).chunk(3, -1)
-        if self._rotary is not None:
-            dq, dk = self._rotary.turn(dq), self._rotary.turn(dk)
-        weighted = self._p * (dq @ self._k.mT + self._q @ dk.mT)
+        dq, dk, dv = (v @ self._r).split(self._widths, -1)
+        dq, dk = (placed.push(d) for placed, d in zip(self._placed, (dq, dk), strict=True))
+        weighted = self._steep * (dq @ self._k.mT + self._q @ dk.mT)
         # p' = p ∘ (s' - E_p s'), so the mean of s' along a row multiplies the row's output.
         dy = weighted @ self._v + self._p @ dv - weighted.sum(-1, keepdim=True) * self._y
         out: Tensor = dy @ self._t
@@ -44,9 +49,7 @@ class HeadJacobians(LinearOperator):
 
     def rmv(self, u: Float[Tensor, "*m h n t"]) -> Float[Tensor, "*m h n r"]:
         dy = u @ self._t.mT
-        ds = self._p * (dy @ self._v.mT - (dy * self._y).sum(-1, keepdim=True))
-        dq, dk = ds @ self._k, ds.mT @ self._q
-        if self._rotary is not None:
-            dq, dk = self._rotary.turn_back(dq), self._rotary.turn_back(dk)
+        ds = self._steep * (dy @ self._v.mT - (dy * self._y).sum(-1, keepdim=True))
+        dq, dk = (placed.pull(d) for placed, d in zip(self._placed, (ds @ self._k, ds.mT @ self._q), strict=True))
         out: Tensor = torch.cat([dq, dk, self._p.mT @ dy], -1) @ self._r.mT
         return out

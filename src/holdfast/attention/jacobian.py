@@ -20,10 +20,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from holdfast.attention.dense_rows import PlainScores, TurnedScores, enclose_rows
+from holdfast.attention.dense_rows import PlainScores, TurnedScores, enclose_columns, enclose_rows
 from holdfast.attention.layer import AttentionLayer, join_heads, merge_heads, project, split_heads
+from holdfast.attention.moments import ScoreMoments
 from holdfast.attention.rows import Rows
-from holdfast.errors import NotApplicableError
 from holdfast.linalg.operator import AssembledOperator, Enclosure, Gram, ProvableOperator
 from holdfast.linalg.rounding import UNIT, Array, Ball, as_ball, frobenius_upper, gamma
 
@@ -62,6 +62,9 @@ class Folded(FoldedValues[Array]):
         scores: (…,h,n,n) scores up to a constant along each row, -inf where masked.
         key_rows: (…,h,n,d) row i is a_i = ∂s_ij/∂x_j = Aᵀx_i + scale · W^K b^Q, also as `key`.
         query_rows: (…,h,n,d) row j is A x_j, which is ∂s_ij/∂x_i up to a constant along the row, also as `query`.
+
+    With rotary positions both are others for every pair: a_ij = scale · W^K R_jᵀ R_i q_i, and u_ij = scale · W^Q R_iᵀ
+    R_j k_j takes the place of A x_j. Of the key bias the mean of R_j b^K is constant along the row, and left out.
     """
 
     scores: Array
@@ -79,29 +82,25 @@ class Folded(FoldedValues[Array]):
 
 def fold(layer: AttentionLayer, x: Array) -> Folded[Array]:
     """Multiplies the maps of the layer out at x."""
-    if layer.rotary is not None:
-        raise NotApplicableError(
-            "with rotary positions the score map is not one matrix; use AttentionJacobian or local_lipschitz"
-        )
-    w = layer.weights(x)
-    q, k = project(x, w.w_q, w.b_q), project(x, w.w_k, None)
-    # The key bias adds q_i · b_k to every score of row i, which softmax ignores.
+    w, rotary = layer.weights(x), layer.rotary
+    if layer.beyond_dot_products is not None:
+        # Neither a constant along a row of scores nor one of the values drops out.
+        placed_q, placed_k = layer.placed(x)
+        q, k, v = placed_q.value, placed_k.value, project(x, w.w_v, w.b_v)
+    else:
+        q, v = project(x, w.w_q, w.b_q), project(x, w.w_v, None)
+        k = project(x, w.w_k, None)  # the key bias adds q_i · b_k to every score of row i, which softmax ignores
+        if rotary is not None:
+            q, k = rotary.turn(q), rotary.turn_keys(k, w.b_k)
     scores = layer.complete(q @ k.mT * layer.scale)
     return Folded(
-        scores.softmax(-1),
+        layer.softmax(scores),
         c=w.w_v @ w.w_o,
-        value_rows=Rows(project(x, w.w_v, None), w.w_o),
+        value_rows=Rows(v, w.w_o),
         scores=scores,
-        key_rows=Rows(q * layer.scale, w.w_k.mT),
-        query_rows=Rows(k * layer.scale, w.w_q.mT),
+        key_rows=Rows(q * layer.scale, w.w_k.mT, rotary),
+        query_rows=Rows(k * layer.scale, w.w_q.mT, rotary),
     )
-
-
-def _fold_values(layer: AttentionLayer, x: Array) -> FoldedValues[Array]:
-    if layer.rotary is None:
-        return fold(layer, x)
-    w = layer.weights(x)
-    return FoldedValues(layer.run(x).p, w.w_v @ w.w_o, Rows(project(x, w.w_v, None), w.w_o))
 
 
 @final
@@ -114,28 +113,31 @@ class AttentionJacobian(AssembledOperator):
     def __init__(self, layer: AttentionLayer, x: Float[Tensor, "*b n d"]) -> None:
         self._layer, self._x = layer, x
         w, parts = layer.weights(x), layer.run(x)
+        slope = layer.cap_slope(parts)
+        self._placed = None if layer.rotary is None and layer.beyond_dot_products is None else layer.placed(x)
         # The scale of the scores is carried by q and k, once.
         q, k = parts.q * layer.scale, parts.k * layer.scale
         maps = (w.w_q, w.w_k, w.w_v)
-        if x.ndim == 2 and len(x) < layer.k and layer.rotary is None:
+        if x.ndim == 2 and len(x) < layer.k and self._placed is None:
             # Few tokens: dq meets nothing but the n keys, and dk the n queries, so these join the maps.
             maps = (w.w_q @ k.mT, w.w_k @ q.mT, w.w_v)
             q = k = torch.eye(len(x), dtype=x.dtype, device=x.device).expand_as(parts.p)
         self._w_in, self._w_out = [join_heads(m) for m in maps], w.w_o.flatten(0, 1)
         self._q, self._k, self._v, self._p, self._y = q, k, parts.v, parts.p, parts.y
+        self._steep = parts.p if slope is None else parts.p * slope  # p times the derivative of the soft cap
         self._blocks = _blocks(layer.allowed(x.shape[-2]), x.shape[-2])
         super().__init__(x.shape[:-2], x.shape[-2:], torch.Size((x.shape[-2], layer.d_out)), x)
 
     def mv(self, v: Float[Tensor, "*m n d"]) -> Float[Tensor, "*m n d_out"]:
         dq, dk, dv = (split_heads(v @ w, self._layer.h) for w in self._w_in)
-        if self._layer.rotary is not None:
-            dq, dk = self._layer.rotary.turn(dq), self._layer.rotary.turn(dk)
+        if self._placed is not None:
+            dq, dk = (placed.push(d) for placed, d in zip(self._placed, (dq, dk), strict=True))
         left = torch.cat([dq, self._q.expand_as(dq)], -1)
         right = torch.cat([self._k.expand_as(dk), dk], -1)
         dy = torch.empty_like(dv)
         for rows, keys in self._blocks:
             p = self._p[..., rows, keys]
-            weighted = (left[..., rows, :] @ right[..., keys, :].mT).mul_(p)
+            weighted = (left[..., rows, :] @ right[..., keys, :].mT).mul_(self._steep[..., rows, keys])
             # p' = p ∘ (s' - E_p s'), so the mean of s' along a row multiplies the row's output.
             mean = weighted.sum(-1, keepdim=True) * self._y[..., rows, :]
             dy[..., rows, :] = weighted @ self._v[..., keys, :] + p @ dv[..., keys, :] - mean
@@ -149,13 +151,13 @@ class AttentionJacobian(AssembledOperator):
         dq, dk, dv = (split_heads(t, self._layer.h) for t in parts)
         for rows, keys in self._blocks:
             p, dy_rows = self._p[..., rows, keys], dy[..., rows, :]
-            ds = (dy_rows @ self._v[..., keys, :].mT).sub_(mean[..., rows, :]).mul_(p)
+            ds = (dy_rows @ self._v[..., keys, :].mT).sub_(mean[..., rows, :]).mul_(self._steep[..., rows, keys])
             dq[..., rows, :] = ds @ self._k[..., keys, :]
             dk[..., keys, :] += ds.mT @ self._q[..., rows, :]
             dv[..., keys, :] += p.mT @ dy_rows
-        if self._layer.rotary is not None:
-            for t in (dq, dk):
-                t.copy_(self._layer.rotary.turn_back(t))
+        if self._placed is not None:
+            for placed, t in zip(self._placed, (dq, dk), strict=True):
+                t.copy_(placed.pull(t))
         through_q, through_k, through_v = (t @ w.mT for t, w in zip(parts, self._w_in, strict=True))
         out = through_q + through_k + through_v
         return out + self._layer.residual * u if self._layer.residual else out
@@ -166,9 +168,11 @@ class AttentionJacobian(AssembledOperator):
 
     def enclose(self) -> Enclosure:
         X = Ball.exact(self._x)
+        if self._layer.beyond_dot_products is not None:
+            return enclose_columns(self._layer, X)
         if self._layer.rotary is not None:
-            f, rotary = _fold_values(self._layer, X), self._layer.rotary
-            return enclose_rows(f, self._layer.residual, TurnedScores(self._layer, rotary, X))
+            turned = TurnedScores(self._layer, self._layer.rotary, X)
+            return enclose_rows(fold(self._layer, X), self._layer.residual, turned)
         folded = fold(self._layer, X)
         return enclose_rows(folded, self._layer.residual, PlainScores(folded))
 
@@ -210,7 +214,7 @@ class ValueOperator(AssembledOperator):
         return ValueOperator(self._layer.part(self.batch, start, stop), x)
 
     def enclose(self) -> Enclosure:
-        return enclose_rows(_fold_values(self._layer, Ball.exact(self._x)), self._layer.residual, scores=None)
+        return enclose_rows(fold(self._layer, Ball.exact(self._x)), self._layer.residual, scores=None)
 
 
 @final
@@ -289,11 +293,18 @@ class ScoreOperator(ProvableOperator):
         return G.reshape(-1, n * d, n * d), (products + diagonal).upper
 
 
-def score_operator(layer: AttentionLayer, x: Array) -> ScoreOperator:
+def score_operator(layer: AttentionLayer, x: Array) -> ProvableOperator:
     """The operator of Lemma 2 for every head of the layer at x: the batch is that of x, then the heads."""
-    f = fold(layer, x)
-    allowed = layer.allowed(x.shape[-2])
-    return ScoreOperator(f.query, f.key, None if allowed is None else allowed.unsqueeze(-3))
+    return score_operator_of(fold(layer, x), layer.allowed(x.shape[-2]))
+
+
+def score_operator_of(f: Folded[Tensor] | Folded[Ball], allowed: Bool[Tensor, "*b n n"] | None) -> ProvableOperator:
+    """The same of a folded layer."""
+    pairs = None if allowed is None else allowed.unsqueeze(-3)
+    if f.query_rows.rotary is None:
+        return ScoreOperator(f.query, f.key, pairs)
+    weights = torch.ones_like(as_ball(f.p).mid) if pairs is None else pairs.to(as_ball(f.p).mid).expand(*f.p.shape)
+    return ScoreMoments(f.query_rows.by_head(), f.key_rows.by_head(), weights.unsqueeze(-3), centred=False)
 
 
 def _outer_sums(weights: Tensor, rows: Ball) -> Ball:

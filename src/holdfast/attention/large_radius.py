@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from holdfast.attention import checks
 from holdfast.attention.jacobian import ValueOperator, fold
 from holdfast.attention.layer import AttentionLayer
-from holdfast.errors import InputError
+from holdfast.errors import InputError, NotApplicableError
 from holdfast.linalg import estimate
 from holdfast.results import NormResult
 
@@ -27,8 +27,9 @@ def large_radius_limit(layer: AttentionLayer, x: Float[Tensor, "*b n d"]) -> Nor
         x: (b…, n, d) the shape of the tokens; only their directions and relative lengths count.
     """
     checks.input(layer, x)
-    options = layer._options() | {"mask": layer.mask, "rotary": layer.rotary}
-    layer = AttentionLayer(**(layer._tensors() | {"b_q": None}), **options).double()
+    if layer.beyond_dot_products is not None:
+        raise NotApplicableError(f"the limit is that of plain scores; the layer has {layer.beyond_dot_products}")
+    layer = layer.replace(b_q=None, b_k=None, score_bias=None).double()
     x = x.detach().double()
     with torch.no_grad():
         x = x / x.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)

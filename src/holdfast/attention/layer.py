@@ -1,4 +1,4 @@
-"""One layer of unmodified softmax dot-product self-attention.
+"""One layer of softmax dot-product self-attention, with what today's models do to its scores.
 
 Letters: b batch, h heads, g key-value heads, n tokens, d width, k head width.
 """
@@ -15,12 +15,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from holdfast.attention import checks
+from holdfast.attention.head_norm import HeadNorm, Placed, with_column
 from holdfast.attention.rotary import Pairing, Rotary
 from holdfast.errors import InputError
 from holdfast.linalg.rounding import Array, lift
 from holdfast.storage import Pathlike, read_tensors, write_tensors
 
 _NAMES = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o")
+_TERMS = ("rotary", "score_bias", "q_norm", "k_norm", "soft_cap", "sinks")
+_ARGUMENTS = (*_NAMES, "scale", "residual", "mask", "causal", *_TERMS)
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,8 @@ class AttentionLayer:
     Args:
         w_q: (h, d, k) query maps: q_l = x @ w_q[l].
         w_k: (g, d, k) key maps; g divides h, and head l uses key-value head l // (h / g).
-        w_v: (g, d, k) value maps.
-        w_o: (h, k, d_out) output maps; d_out may differ from d when residual is 0.
+        w_v: (g, d, k_v) value maps; k_v is mostly k.
+        w_o: (h, k_v, d_out) output maps; d_out may differ from d when residual is 0.
         b_q: (h, k) biases, and likewise b_k (g, k), b_v (g, k), b_o (d_out).
         b_k: see b_q.
         b_v: see b_q.
@@ -67,6 +70,10 @@ class AttentionLayer:
         causal: a query attends to no later key.
         rotary: position-dependent maps R_i: the scores are then scale · (R_i q_i) · (R_j k_j).
         score_bias: a constant added to the scores: (n, n), (h, n, n) or (b…, h, n, n).
+        q_norm: queries are normalised (`HeadNorm`), before positions turn them or after.
+        k_norm: the same of the keys.
+        soft_cap: c; every score s becomes c · tanh(s / c), before a bias is added and the mask applied.
+        sinks: (h) a logit of each head that takes part in softmax as one more key without a value.
 
     Example:
         >>> layer = AttentionLayer.from_module(torch.nn.MultiheadAttention(32, 4))
@@ -78,11 +85,11 @@ class AttentionLayer:
         self,
         w_q: Float[Tensor, "h d k"],
         w_k: Float[Tensor, "g d k"],
-        w_v: Float[Tensor, "g d k"],
-        w_o: Float[Tensor, "h k d_out"],
+        w_v: Float[Tensor, "g d k_v"],
+        w_o: Float[Tensor, "h k_v d_out"],
         b_q: Float[Tensor, "h k"] | None = None,
         b_k: Float[Tensor, "g k"] | None = None,
-        b_v: Float[Tensor, "g k"] | None = None,
+        b_v: Float[Tensor, "g k_v"] | None = None,
         b_o: Float[Tensor, " d_out"] | None = None,
         scale: float | None = None,
         residual: float = 0.0,
@@ -90,6 +97,10 @@ class AttentionLayer:
         causal: bool = False,
         rotary: Rotary | None = None,
         score_bias: Float[Tensor, "*bh n n"] | None = None,
+        q_norm: HeadNorm | None = None,
+        k_norm: HeadNorm | None = None,
+        soft_cap: float | None = None,
+        sinks: Float[Tensor, " h"] | None = None,
     ) -> None:
         self.w_q, self.w_k, self.w_v, self.w_o = w_q, w_k, w_v, w_o
         self.b_q, self.b_k, self.b_v, self.b_o = b_q, b_k, b_v, b_o
@@ -98,6 +109,8 @@ class AttentionLayer:
         self.residual = float(residual)
         self.mask, self.causal = mask, bool(causal)
         self.rotary, self.score_bias = rotary, score_bias
+        self.q_norm, self.k_norm, self.sinks = q_norm, k_norm, sinks
+        self.soft_cap = None if soft_cap is None else float(soft_cap)
         checks.options(self)
         checks.score_terms(self)
 
@@ -137,6 +150,10 @@ class AttentionLayer:
         options += ["causal=True"] if self.causal else []
         options += [f"rotary={tuple(self.rotary.cos.shape)}"] if self.rotary is not None else []
         options += [f"score_bias={tuple(self.score_bias.shape)}"] if self.score_bias is not None else []
+        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            options += [] if norm is None else [f"{name}={norm.kind}"]
+        options += [f"soft_cap={self.soft_cap:g}"] if self.soft_cap is not None else []
+        options += ["sinks"] if self.sinks is not None else []
         sizes = f"h={self.h}, g={self.g}, d={self.d}, k={self.k}, d_out={self.d_out}"
         return f"AttentionLayer({', '.join([sizes, str(self.dtype), *options])})"
 
@@ -157,22 +174,53 @@ class AttentionLayer:
     def run(self, x: Array) -> ForwardPass[Array]:
         """One pass over x, with its parts kept; x may also be a ball."""
         w = self.weights(x)
-        q, k, v = project(x, w.w_q, w.b_q), project(x, w.w_k, w.b_k), project(x, w.w_v, w.b_v)
-        if self.rotary is not None:
-            q, k = self.rotary.turn(q), self.rotary.turn(k)
+        placed_q, placed_k = self.placed(x)
+        q, k, v = placed_q.value, placed_k.value, project(x, w.w_v, w.b_v)
         p = self.probabilities(q @ k.mT * self.scale)
         return ForwardPass(q, k, v, p, p @ v)
 
+    def placed(self, x: Array) -> tuple[Placed[Array], Placed[Array]]:
+        """The queries and the keys at x, as they meet, with their derivatives."""
+        w = self.weights(x)
+        query = Placed(project(x, w.w_q, w.b_q), self.q_norm, self.rotary)
+        return query, Placed(project(x, w.w_k, w.b_k), self.k_norm, self.rotary)
+
     def probabilities(self, scores: Array) -> Array:
-        """Softmax of scale · QKᵀ (…, h, n, n), with the score bias, over the keys that the mask allows."""
-        return self.complete(scores).softmax(-1)
+        """Softmax of scale · QKᵀ (…, h, n, n), with all that is done to scores, over the keys that the mask allows."""
+        return self.softmax(self.complete(scores))
+
+    def softmax(self, scores: Array) -> Array:
+        """Softmax of complete scores; with sinks a row sums to less than 1."""
+        if self.sinks is None:
+            return scores.softmax(-1)
+        sinks = lift(self.sinks[:, None, None], scores)
+        return with_column(scores, sinks).softmax(-1)[..., :-1]
+
+    def whole_rows(self, p: Tensor) -> Tensor:
+        """Probabilities (…, h, n, n) with what sinks take as one more entry, so that every row sums to 1."""
+        return p if self.sinks is None else torch.cat([p, (1 - p.sum(-1, keepdim=True)).clamp(min=0.0)], -1)
 
     def complete(self, scores: Array) -> Array:
-        """Scores scale · QKᵀ (…, h, n, n) with the score bias added, and -inf where the mask forbids."""
+        """Scores scale · QKᵀ (…, h, n, n) capped, with the score bias added, and -inf where the mask forbids."""
+        if self.soft_cap is not None:
+            scores = (scores / self.soft_cap).tanh() * self.soft_cap
         if self.score_bias is not None:
             scores = scores + lift(self.score_bias, scores)
         allowed = self.allowed(scores.shape[-1])
         return scores if allowed is None else scores.masked_fill(~allowed.unsqueeze(-3).to(scores.device), -math.inf)
+
+    def cap_slope(self, parts: ForwardPass[Array]) -> Array | None:
+        """(…, h, n, n) the derivative of the soft cap at the scores of a pass; None without a cap."""
+        if self.soft_cap is None:
+            return None
+        return -((parts.q @ parts.k.mT * (self.scale / self.soft_cap)).tanh().square() - 1.0)
+
+    @property
+    def beyond_dot_products(self) -> str | None:
+        """What makes the scores other than a bias and dot products of linear queries and keys, in words, or None."""
+        normed = self.q_norm is not None or self.k_norm is not None
+        found = {"query-key norms": normed, "a soft cap": self.soft_cap is not None, "sinks": self.sinks is not None}
+        return " and ".join(name for name, there in found.items() if there) or None
 
     def output(self, x: Array, parts: ForwardPass[Array]) -> Array:
         """F(x) from the parts of its pass."""
@@ -200,13 +248,23 @@ class AttentionLayer:
 
     # -- other forms
 
+    def replace(self, **arguments: Any) -> AttentionLayer:
+        """The same layer with some of the constructor's arguments replaced."""
+        unknown = sorted(set(arguments) - set(_ARGUMENTS))
+        if unknown:
+            raise InputError(f"replace got {', '.join(unknown)}; a layer has {', '.join(_ARGUMENTS)}")
+        return AttentionLayer(**({name: getattr(self, name) for name in _ARGUMENTS} | arguments))
+
     def to(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> AttentionLayer:
         """The same layer with another dtype or on another device."""
-        tensors = {name: t.to(device=device, dtype=dtype) for name, t in self._tensors().items()}
-        mask = None if self.mask is None else self.mask.to(device=device)
-        rotary = None if self.rotary is None else self.rotary.to(dtype, device)
-        bias = None if self.score_bias is None else self.score_bias.to(device=device, dtype=dtype)
-        return AttentionLayer(**tensors, **self._options(), mask=mask, rotary=rotary, score_bias=bias)
+        moved: dict[str, Any] = {}
+        for name in _ARGUMENTS:
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                moved[name] = value.to(device=device, dtype=None if value.dtype == torch.bool else dtype)
+            elif isinstance(value, Rotary | HeadNorm):
+                moved[name] = value.to(dtype, device)
+        return self.replace(**moved)
 
     def double(self) -> AttentionLayer:
         """The same layer in float64: float32 weights are float64 weights, exactly."""
@@ -214,8 +272,7 @@ class AttentionLayer:
 
     def with_mask(self, mask: Bool[Tensor, "*b n n"] | None) -> AttentionLayer:
         """The same layer with another mask."""
-        terms: dict[str, Any] = {"rotary": self.rotary, "score_bias": self.score_bias}
-        return AttentionLayer(**self._tensors(), **self._options(), **terms, mask=mask)
+        return self.replace(mask=mask)
 
     def part(self, batch: torch.Size, start: int, stop: int) -> AttentionLayer:
         """The layer for members `start` to `stop` of a flattened batch of inputs: what each has is cut to them."""
@@ -223,7 +280,7 @@ class AttentionLayer:
         rotary = None if self.rotary is None else self.rotary.part(batch, start, stop)
         if mask is self.mask and rotary is self.rotary and bias is self.score_bias:
             return self
-        return AttentionLayer(**self._tensors(), **self._options(), mask=mask, rotary=rotary, score_bias=bias)
+        return self.replace(mask=mask, rotary=rotary, score_bias=bias)
 
     @classmethod
     def from_module(
@@ -275,6 +332,13 @@ class AttentionLayer:
         if self.rotary is not None:
             options |= {"rotary_cos": self.rotary.cos, "rotary_sin": self.rotary.sin}
             options["rotary_interleaved"] = torch.tensor(self.rotary.pairing == "interleaved")
+        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            if norm is not None:
+                options |= {f"{name}_{key}": value for key, value in norm.tensors().items()}
+        if self.soft_cap is not None:
+            options["soft_cap"] = torch.tensor(self.soft_cap, dtype=torch.float64)
+        if self.sinks is not None:
+            options["sinks"] = self.sinks
         write_tensors(path, self._tensors() | options)
 
     @classmethod
@@ -291,9 +355,11 @@ class AttentionLayer:
                 f"{source}: no tensor named {', '.join(missing)}; found {', '.join(sorted(tensors)) or 'nothing'}; "
                 "a layer needs w_q, w_k, w_v, w_o"
             )
-        named: dict[str, Any] = {name: tensors[name] for name in (*_NAMES, "mask", "score_bias") if name in tensors}
+        named: dict[str, Any] = {
+            name: tensors[name] for name in (*_NAMES, "mask", "score_bias", "sinks") if name in tensors
+        }
         options: dict[str, Any] = {}
-        for name in ("scale", "residual", "causal", "rotary_interleaved"):
+        for name in ("scale", "residual", "causal", "rotary_interleaved", "soft_cap"):
             if name in tensors:
                 if tensors[name].numel() != 1:
                     raise InputError(f"{source}: {name} has shape {tuple(tensors[name].shape)}; expected one number")
@@ -304,13 +370,14 @@ class AttentionLayer:
         if "rotary_cos" in tensors:
             pairing: Pairing = "interleaved" if interleaved else "half"
             named["rotary"] = Rotary(tensors["rotary_cos"], tensors["rotary_sin"], pairing)
+        for name in ("q_norm", "k_norm"):
+            own = {key.removeprefix(f"{name}_"): t for key, t in tensors.items() if key.startswith(f"{name}_")}
+            if own:
+                named[name] = HeadNorm.from_tensors(own, f"{source}: {name}")
         return cls(**named, **options)
 
     def _tensors(self) -> dict[str, Any]:
         return {name: t for name in _NAMES if (t := getattr(self, name)) is not None}
-
-    def _options(self) -> dict[str, Any]:
-        return {"scale": self.scale, "residual": self.residual, "causal": self.causal}
 
 
 def _cut(t: Tensor | None, own: int, batch: torch.Size, start: int, stop: int) -> Tensor | None:

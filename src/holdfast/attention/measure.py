@@ -38,19 +38,18 @@ def on_measure(layer: AttentionLayer, weights: Float[Tensor, "*b n"]) -> Attenti
     bias = bias if weights.ndim == 1 else bias.unsqueeze(-3)
     if layer.score_bias is not None:
         bias = bias + layer.score_bias
-    options = layer._options() | {"mask": layer.mask, "rotary": layer.rotary}
-    return AttentionLayer(**layer._tensors(), **options, score_bias=bias)
+    return layer.replace(score_bias=bias)
 
 
 def doubled(layer: AttentionLayer, n: int) -> AttentionLayer:
     """The layer on 2n tokens that are n tokens and then the same again: copies attend, and are attended to, alike."""
+    if layer.beyond_dot_products is not None:
+        raise NotApplicableError(f"copies of tokens are proved for plain scores, not with {layer.beyond_dot_products}")
     if layer.rotary is not None:
         raise NotApplicableError("with rotary positions a copy of a token would stand at another position")
     allowed, bias = layer.allowed(n), layer.score_bias
-    return AttentionLayer(
-        **layer._tensors(),
-        scale=layer.scale,
-        residual=layer.residual,
+    return layer.replace(
+        causal=False,
         mask=None if allowed is None else _tiled(allowed),
         score_bias=None if bias is None else _tiled(bias),
     )

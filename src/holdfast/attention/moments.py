@@ -19,12 +19,12 @@ from holdfast.linalg.rounding import Ball, as_ball, frobenius_upper, gamma
 
 @final
 class RowMoments(ProvableOperator):
-    """v ↦ √w_lij (V_lij · v - their w-mean over j), V_lij = V_lj + δ_ij O_li, for every row i: from (m) to (h, n).
+    """v ↦ √w_lij (V'_lij · v - their w-mean over j), V'_lij = V_lij + δ_ij O_li, for every row i: from (m) to (h, n).
 
-    Its norm is the largest weighted standard deviation of V_lij · v over unit v, all heads l together.
+    Its norm is the largest weighted standard deviation of V'_lij · v over unit v, all heads l together.
 
     Args:
-        values: (b…, h, n, m) rows V_lj, factored or not.
+        values: (b…, h, n, m) rows V_lj, factored or not; V_lij with rotary positions.
         weights: (r…, b…, h, n, n) weights w_lij >= 0; the batch of the operator is (r…, b…, n).
         own: (b…, h, n, m) rows O_li, for what token i adds at itself.
         centred: whether the mean is taken off.
@@ -70,7 +70,7 @@ class RowMoments(ProvableOperator):
         """The rows as matrices: any centre gives an upper bound, so the rounded mean serves as an exact one."""
         index = torch.unravel_index(torch.arange(start, stop, device=self.device), self.batch)
         h, n = self.codomain
-        V = as_ball(self._rows.multiplied()).expand(*self.batch[:-1], h, n, *self.domain)[index[:-1]]
+        V = self._rows.of_queries(self.batch[:-1], index)
         w = self._w.movedim(-3, -2)[index]
         if self._own is not None:
             here = torch.nn.functional.one_hot(index[-1], n).to(w.mid)[:, None, :, None]
@@ -87,20 +87,21 @@ class RowMoments(ProvableOperator):
 
 @final
 class ScoreMoments(ProvableOperator):
-    """G ↦ √w_lij (τ_lij - their w-mean over j), τ_lij = g_i · query_lj + key_li · g_j: from (n, d) to (h, n, n).
+    """G ↦ √w_lij (τ_lij - their w-mean over j), τ_lij = g_i · u_lij + a_lij · g_j: from (n, d) to (h, n, n).
 
     With weights ρ_li² q_lij its norm bounds (Σ_i Σ_l ρ_li² Var(s'_li))^½, the weighted movement of all scores together.
 
     Args:
-        query: (b…, h, n, d) rows A_l x_j, factored or not.
-        key: (b…, h, n, d) rows a_li.
+        query: (b…, h, n, d) rows u_lij = A_l x_j, factored or not; with rotary positions others for every i.
+        key: (b…, h, n, d) rows a_lij = a_li; with rotary positions others for every j.
         weights: (r…, b…, h, n, n) weights w_lij >= 0; the batch of the operator is (r…, b…).
+        centred: whether the mean is taken off.
     """
 
-    def __init__(self, query: AnyRows, key: AnyRows, weights: Tensor | Ball) -> None:
-        self._query, self._key, self._w = as_rows(query), as_rows(key), as_ball(weights)
+    def __init__(self, query: AnyRows, key: AnyRows, weights: Tensor | Ball, *, centred: bool = True) -> None:
+        self._query, self._key, self._w, self._centred = as_rows(query), as_rows(key), as_ball(weights), centred
         w = self._w.mid
-        self._root, self._share = w.sqrt(), _shares(w)
+        self._root, self._share = w.sqrt(), _shares(w) if centred else torch.zeros_like(w)
         super().__init__(w.shape[:-3], torch.Size(self._query.shape[1:]), w.shape[-3:], w)
 
     def mv(self, v: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch h n n"]:
@@ -122,31 +123,36 @@ class ScoreMoments(ProvableOperator):
         batch = self.batch or torch.Size((1,))
         index = torch.unravel_index(torch.arange(start, stop, device=self.device), batch)
         h, n, _ = self.codomain
-        rows = (as_ball(t.multiplied()) for t in (self._query, self._key))
-        query, key = (t.expand(*batch, h, n, self.domain[1])[index] for t in rows)
-        return ScoreMoments(query, key, self._w.expand(*batch, h, n, n)[index])
+        query, key = (rows.members(batch, index) for rows in (self._query, self._key))
+        return ScoreMoments(query, key, self._w.expand(*batch, h, n, n)[index], centred=self._centred)
 
     def gram(self) -> Gram:
         """On (n, d), from Σ_j w_j (τ_j - mean)² = Σ_j w_j τ_j² - (Σ_j w_j τ_j)² / S with S = Σ_j w_j.
 
-        With q̃_lij = A_l x_j - (its w-mean), block (i,j) of the Gram matrix is
-        δ_ij Σ_l Σ_k (w_lik q̃_lik q̃_likᵀ + w_lki a_lk a_lkᵀ) + Σ_l (w_lij q̃_lij a_liᵀ + w_lji a_lj q̃_ljiᵀ)
-        - Σ_l Σ_k w_lki w_lkj a_lk a_lkᵀ / S_lk. A row whose S is lost in rounding is not centred, which only adds.
+        With ũ_lij = u_lij - (its w-mean over j), block (i,j) of the Gram matrix is
+        δ_ij Σ_l Σ_k (w_lik ũ_lik ũ_likᵀ + w_lki a_lki a_lkiᵀ) + Σ_l (w_lij ũ_lij a_lijᵀ + w_lji a_lji ũ_ljiᵀ)
+        - Σ_l Σ_k w_lki w_lkj a_lki a_lkjᵀ / S_lk. A row whose S is lost in rounding is not centred, which only adds.
         """
         n, d = self.domain
-        w, a, query = self._w, as_ball(self._key.multiplied()), as_ball(self._query.multiplied())
+        w, u, a = self._w, self._query.for_every_query(), self._key.for_every_query()
+        u, a = as_ball(u), as_ball(a)  # (b, h, i or 1, j, d) and (b, h, j or 1, i, d)
         total = w.sum(-1, keepdim=True)
         uncentred = (total.mid <= 1e3 * total.rad).to(torch.float64)
+        if not self._centred:
+            uncentred = torch.ones_like(uncentred)
         share = w * (1.0 - uncentred) / (total + uncentred)
-        tilde = query.unsqueeze(-3) - (share @ query).unsqueeze(-2)  # (b, h, i, j, d)
+        alike = u.shape[-3] == 1  # for all queries
+        tilde = u - ((share @ u.squeeze(-3)).unsqueeze(-2) if alike else share.unsqueeze(-2) @ u)  # (b, h, i, j, d)
         weighted = w.unsqueeze(-1) * tilde
-        keys = w.mT.unsqueeze(-1) * a.unsqueeze(-3)  # (b, h, j, i, d): w_lij a_li
+        keys = w.mT.unsqueeze(-1) * a  # (b, h, j, i, d): w_lij a_lij
         own = tilde.movedim(1, 2).flatten(2, 3).mT @ weighted.movedim(1, 2).flatten(2, 3)
-        own = own + a.flatten(1, 2).unsqueeze(1).mT @ keys.movedim(1, 2).flatten(2, 3)
-        cross = weighted.movedim(1, -1) @ a.movedim(1, 2).unsqueeze(-3)  # (b, i, j, d, d): Σ_l w_lij q̃_lij a_liᵀ
-        # Columns w_li ⊗ a_li / √S_li, (b, n d, n h): their outer products centre the key part.
+        every = a.expand(*keys.shape)
+        own = own + every.movedim(1, 2).flatten(2, 3).mT @ keys.movedim(1, 2).flatten(2, 3)
+        # (b, i, j, d, d): Σ_l w_lij ũ_lij a_lijᵀ
+        cross = weighted.movedim(1, -1) @ every.movedim(2, 3).movedim(1, -2)
+        # Columns (w_lij a_lij)_j / √S_li, (b, n d, n h): their outer products centre the key part.
         lever = w * (1.0 - uncentred) / (total + uncentred).sqrt()
-        pulled = (lever.mT.unsqueeze(-1) * a.unsqueeze(-3)).movedim(1, -1).movedim(2, -1).flatten(1, 2).flatten(2, 3)
+        pulled = (lever.mT.unsqueeze(-1) * a).movedim(1, -1).movedim(2, -1).flatten(1, 2).flatten(2, 3)
         G = cross.mid.movedim(-2, -3)
         G = G + G.movedim((1, 2), (3, 4))
         tokens = torch.arange(n, device=self.device)

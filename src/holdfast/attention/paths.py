@@ -42,14 +42,20 @@ def paths(layer: AttentionLayer, x: Array, g: Array) -> Paths[Array]:
     """The parts of DF(x)g, for a direction g (…, n, d) at x of the same shape, both tensors or both balls."""
     w, parts = layer.weights(x), layer.run(x)
     dq, dk, dv = (project(g, map_, None) for map_ in (w.w_q, w.w_k, w.w_v))
-    if layer.rotary is not None:
-        dq, dk = layer.rotary.turn(dq), layer.rotary.turn(dk)
+    placed_q, placed_k = layer.placed(x)
+    dq, dk = placed_q.push(dq), placed_k.push(dk)
+    slope = layer.cap_slope(parts)
 
     likeliest = as_ball(parts.p).mid.argmax(-1, keepdim=True)
 
     def as_scores_move(ds: Array) -> Array:
-        # A constant along the row drops out: that of its likeliest key spares the digits where scores are large.
-        weighted = parts.p * (ds - as_ball(ds).mid.gather(-1, likeliest)) * layer.scale
+        if slope is not None:
+            ds = ds * slope
+        if layer.sinks is None:
+            # A constant along the row drops out: that of its likeliest key spares the digits where scores are large.
+            mid = as_ball(ds).mid
+            ds = ds - mid.gather(-1, likeliest.expand(*mid.shape[:-1], 1))
+        weighted = parts.p * ds * layer.scale
         return weighted @ parts.v - weighted.sum(-1, keepdim=True) * parts.y
 
     return Paths(

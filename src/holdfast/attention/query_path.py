@@ -24,7 +24,7 @@ class QueryBlocks(ProvableOperator):
     Args:
         p: (b…, h, n, n) probabilities.
         values: (b…, h, n, d_out) rows x_j C_l, factored or not.
-        query: (b…, h, n, d) rows A_l x_j, factored or not.
+        query: (b…, h, n, d) rows A_l x_j, factored or not; with rotary positions others for every token.
         residual: of the layer.
     """
 
@@ -61,13 +61,9 @@ class QueryBlocks(ProvableOperator):
 
     def part(self, start: int, stop: int) -> MatrixOperator:
         index = torch.unravel_index(torch.arange(start, stop, device=self.device), self.batch)
-        (d,), (d_out,), h, n = self.domain, self.codomain, self._p.shape[-3], self._p.shape[-1]
+        (d,), (d_out,) = self.domain, self.codomain
         p = self._p.movedim(-3, -2)[index]
-        rows = (as_ball(t.multiplied()) for t in (self._values, self._query))
-        values, query = (
-            t.expand(*self.batch[:-1], h, n, t.shape[-1])[index[:-1]].expand(len(index[-1]), h, n, t.shape[-1])
-            for t in rows
-        )
+        values, query = (rows.of_queries(self.batch[:-1], index) for rows in (self._values, self._query))
         moved = p.unsqueeze(-1) * (values - p.unsqueeze(-2) @ values)
         blocks = moved.flatten(1, 2).mT @ query.flatten(1, 2)
         return MatrixOperator(blocks + self._residual * torch.eye(d_out, d, dtype=torch.float64, device=self.device))

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from holdfast.errors import InputError
-from holdfast.linalg.rounding import Array, lift
+from holdfast.linalg.rounding import Array, Ball, as_ball, lift
 
 Pairing = Literal["half", "interleaved"]
 
@@ -62,10 +62,32 @@ class Rotary:
         cos, sin, partner = self._coefficients(q)
         return q * cos + q[..., partner] * sin
 
+    def turn_keys(self, k: Array, bias: Array | None) -> Array:
+        """R_j (k_j + bias) less the mean of R_j bias, which is constant along the rows of scores: (…, h, n, k)."""
+        if bias is None:
+            return self.turn(k)
+        added = self.turn(bias.unsqueeze(-2).expand(*k.shape[-3:]))
+        return self.turn(k) + (added - as_ball(added).mid.mean(-2, keepdim=True))
+
     def turn_back(self, q: Array, rows: slice | None = None) -> Array:
         """R_iᵀ q_i, the transpose; only for the positions `rows`, where they are given."""
         cos, sin, partner = self._coefficients(q, rows)
         return q * cos + (q * sin)[..., partner]
+
+    @cached_property
+    def norm(self) -> float:
+        """A proved bound of ‖R_i‖ over all positions: 1, but for the rounding of cos and sin, where R_i is a rotation.
+
+        R_i turns each pair of entries by a 2 x 2 matrix, [[a, b], [c, d]], whose norm is half the sum of
+        |(a + d, b - c)| and |(a - d, b + c)|; the entries that stay have norm 1.
+        """
+        partner, sign = self._turned
+        cos, sin = (Ball.exact(t.double()) for t in (self.cos, self.sin * sign))
+        other_cos, other_sin = cos[..., partner], sin[..., partner]
+        along, across = cos + other_cos, sin - other_sin
+        flipped, crossed = cos - other_cos, sin + other_sin
+        norms = (along.square() + across.square()).sqrt() + (flipped.square() + crossed.square()).sqrt()
+        return max(1.0, float((norms * 0.5).upper.max()) if self.r else 1.0)
 
     def to(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Rotary:
         """The same with another dtype or on another device."""
@@ -76,6 +98,21 @@ class Rotary:
         if not self.batch:
             return self
         cos, sin = (t.expand(*batch, *t.shape[-2:]).flatten(0, -3)[start:stop] for t in (self.cos, self.sin))
+        return replace(self, cos=cos, sin=sin)
+
+    def by_head(self) -> Rotary:
+        """For inputs whose last batch dimension is the heads'."""
+        return replace(self, cos=self.cos.unsqueeze(-3), sin=self.sin.unsqueeze(-3)) if self.batch else self
+
+    def members(self, batch: torch.Size, index: tuple[Tensor, ...]) -> Rotary:
+        """For the members `index` of a batch of inputs."""
+        if not self.batch:
+            return self
+        return replace(self, cos=_members(self.cos, batch, index), sin=_members(self.sin, batch, index))
+
+    def at(self, batch: torch.Size, index: tuple[Tensor, ...]) -> Rotary:
+        """One position for each of some members of (batch…, n): the last index is the position."""
+        cos, sin = (t.expand(*batch, *t.shape[-2:])[index].unsqueeze(-2) for t in (self.cos, self.sin))
         return replace(self, cos=cos, sin=sin)
 
     @cached_property
@@ -96,3 +133,7 @@ class Rotary:
             cos, sin = cos[..., rows, :], sin[..., rows, :]
         others = torch.arange(self.r, q.shape[-1], device=partner.device)
         return lift(cos.unsqueeze(-3), q), lift(sin.unsqueeze(-3), q), torch.cat([partner, others])
+
+
+def _members(t: Tensor, batch: torch.Size, index: tuple[Tensor, ...]) -> Tensor:
+    return t.expand(*batch, *t.shape[-2:])[index]

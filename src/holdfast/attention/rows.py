@@ -5,23 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic
 
+import torch
 from torch import Tensor
 
 from holdfast.attention.layer import merge_heads, split_heads
-from holdfast.linalg.rounding import Array, Ball
+from holdfast.attention.rotary import Rotary
+from holdfast.errors import NotApplicableError
+from holdfast.linalg.rounding import Array, Ball, as_ball
 
 
 @dataclass(frozen=True)
 class Rows(Generic[Array]):
     """Rows V_lj = left_lj @ right_l: (…, h, n, m) through a head width k that is smaller than m.
 
+    With rotary positions the query i counts as well: V_lij = (R_iᵀ left_lj) @ right_l.
+
     Attributes:
         left: (…, h, n, k).
-        right: (h, k, m), or None where left is the rows themselves.
+        right: (…, h, k, m), or None where left is the rows themselves.
+        rotary: R_i, or None.
     """
 
     left: Array
     right: Array | None = None
+    rotary: Rotary | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -31,22 +38,64 @@ class Rows(Generic[Array]):
 
     def multiplied(self) -> Array:
         """The rows themselves, (…, h, n, m)."""
+        if self.rotary is not None:
+            raise NotApplicableError("with rotary positions these rows are others for every query")
         return self.left if self.right is None else self.left @ self.right
 
     def dots(self, v: Tensor) -> Tensor:
-        """V_lj · v_i for every vector: (…, i, m) to (…, h, i, n)."""
+        """V_lij · v_i for every vector: (…, i, m) to (…, h, i, n)."""
         left, right = _plain(self.left), self.right
         if right is None:
             return v.unsqueeze(-3) @ left.mT
-        joined = _plain(right).flatten(0, 1).mT
-        return split_heads(v @ joined, right.shape[0]) @ left.mT
+        asked = split_heads(v @ _plain(right).flatten(-3, -2).mT, right.shape[-3])
+        return (asked if self.rotary is None else self.rotary.turn(asked)) @ left.mT
 
     def mix(self, t: Tensor) -> Tensor:
-        """Σ_l Σ_j t_lij V_lj: (…, h, i, n) to (…, i, m)."""
+        """Σ_l Σ_j t_lij V_lij: (…, h, i, n) to (…, i, m)."""
         left, right = _plain(self.left), self.right
         if right is None:
             return (t @ left).sum(-3)
-        return merge_heads(t @ left) @ _plain(right).flatten(0, 1)
+        mixed = t @ left
+        mixed = mixed if self.rotary is None else self.rotary.turn_back(mixed)
+        return merge_heads(mixed) @ _plain(right).flatten(-3, -2)
+
+    def by_head(self) -> Rows[Array]:
+        """The same with the heads as the last part of the batch, one head each."""
+        right = None if self.right is None else self.right.unsqueeze(-3)
+        return Rows(self.left.unsqueeze(-3), right, None if self.rotary is None else self.rotary.by_head())
+
+    # -- multiplied out, for proofs
+
+    def members(self, batch: torch.Size, index: tuple[Tensor, ...]) -> Rows[Ball]:
+        """The rows of the members `index` of a batch, (members, h, n, m)."""
+        left = as_ball(self.left)
+        left = left.expand(*batch, *left.shape[-3:])[index]
+        right = None if self.right is None else as_ball(self.right)
+        if right is not None and right.ndim > 3:
+            right = right.expand(*batch, *right.shape[-3:])[index]
+        return Rows(left, right, None if self.rotary is None else self.rotary.members(batch, index))
+
+    def of_queries(self, batch: torch.Size, index: tuple[Tensor, ...]) -> Ball:
+        """(members, h, n, m) V_lij for some members of (batch…, n): the last index is the query i."""
+        if self.rotary is None:
+            rows = as_ball(self.multiplied())
+            return rows.expand(*batch, *rows.shape[-3:])[index[:-1]].expand(len(index[-1]), *rows.shape[-3:])
+        left = as_ball(self.left)
+        h, n, k = left.shape[-3:]
+        left = left.expand(*batch, h, n, k)[index[:-1]].expand(len(index[-1]), h, n, k)
+        turned = self.rotary.at(batch, index).turn_back(left.reshape(-1, h * n, 1, k)).reshape(-1, h, n, k)
+        assert self.right is not None
+        return turned @ as_ball(self.right)
+
+    def for_every_query(self) -> Array:
+        """(…, h, i, n, m) V_lij; one row of queries, (…, h, 1, n, m), where they are the same for all."""
+        if self.rotary is None:
+            return self.multiplied().unsqueeze(-3)
+        n, k = self.left.shape[-2:]
+        copies = self.left.unsqueeze(-2).expand(*self.left.shape[:-1], n, k)  # (…, h, j, i, k)
+        turned = self.rotary.turn_back(copies.flatten(-4, -3)).reshape(*copies.shape).movedim(-3, -2)
+        assert self.right is not None
+        return turned @ self.right.unsqueeze(-3)
 
 
 AnyRows = Rows[Tensor] | Rows[Ball] | Tensor | Ball

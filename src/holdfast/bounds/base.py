@@ -25,7 +25,8 @@ from holdfast.results import BoundResult, Guarantee, Scope, Side
 NUMERICAL_SLACK = 1e-4
 
 
-ScoreTerm = Literal["rotary", "bias"]
+ScoreTerm = Literal["rotary", "bias", "cap", "sinks", "norms"]
+EVERY_TERM: tuple[ScoreTerm, ...] = get_args(ScoreTerm)
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,14 @@ class Method(ABC):
             return "the layer has rotary positions, and the proof does not cover them"
         if layer.score_bias is not None and "bias" not in self.score_terms:
             return "the layer adds a bias to its scores, and the proof does not cover it"
+        if layer.soft_cap is not None and "cap" not in self.score_terms:
+            return (
+                "the layer caps its scores, and the proof, which leaves out what moves a row alike, does not cover it"
+            )
+        if layer.sinks is not None and "sinks" not in self.score_terms:
+            return "the layer has sinks, and the proof, by rows that sum to 1, does not cover them"
+        if not (layer.q_norm is None and layer.k_norm is None) and "norms" not in self.score_terms:
+            return "the layer normalises queries or keys, and the proof, for linear ones, does not cover it"
         return None
 
     @classmethod

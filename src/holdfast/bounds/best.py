@@ -11,7 +11,7 @@ from torch import Tensor
 
 from holdfast.attention import AttentionLayer
 from holdfast.bounds.arithmetic import Arithmetic
-from holdfast.bounds.base import Bound, Evaluation, bounds, register_bound
+from holdfast.bounds.base import EVERY_TERM, Bound, Evaluation, bounds, register_bound
 from holdfast.bounds.lipschitz import BallBound, PointBound, ball_bounds, point_bounds, register_lipschitz_bound
 from holdfast.errors import MemoryLimitError, NotApplicableError
 from holdfast.linalg import Array
@@ -52,7 +52,7 @@ class Best(Bound):
     """The minimum of the other bounds; `terms` holds each one's value, `notes` who won and who did not apply."""
 
     name = "best"
-    score_terms = ("bias",)
+    score_terms = EVERY_TERM
     cost = "that of all bounds together"
     reference: ClassVar[str] = "holdfast"
 
@@ -79,7 +79,7 @@ class BestAtPoint(PointBound):
     """The minimum of the other bounds at a point; `terms` holds each one's value."""
 
     name = "best"
-    score_terms = ("rotary", "bias")  # each bound speaks for itself
+    score_terms = EVERY_TERM  # each bound speaks for itself
     cost = "that of all bounds at a point together"
     reference: ClassVar[str] = "holdfast"
 

@@ -29,7 +29,7 @@ class Plus(Bound):
     """
 
     name = "plus"
-    score_terms = ("bias",)
+    score_terms = ("rotary", "bias")
     cost = "two norms of size nd x nd"
     reference: ClassVar[str] = "holdfast"
 
@@ -60,7 +60,7 @@ class Covariance(Bound):
     """
 
     name = "cov"
-    score_terms = ("bias",)
+    score_terms = ("rotary", "bias")
     cost = "for every eps one norm of size nd x hn², and n of size hn x d"
     reference: ClassVar[str] = "holdfast"
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from holdfast.attention import AttentionJacobian, AttentionLayer
 from holdfast.bounds.arithmetic import Arithmetic
-from holdfast.bounds.base import Evaluation
+from holdfast.bounds.base import EVERY_TERM, Evaluation
 from holdfast.bounds.lipschitz import PointBound, register_lipschitz_bound
 from holdfast.linalg import Array
 
@@ -19,7 +19,7 @@ class Jacobian(PointBound):
     """‖DF(x)‖: proved from the Gram matrix of the closed form, or iterated."""
 
     name = "jacobian"
-    score_terms = ("rotary", "bias")
+    score_terms = EVERY_TERM
     cost = "one norm of size nd x nd"
     reference: ClassVar[str] = "holdfast"
 

@@ -188,6 +188,7 @@ def _attained_in_ball(
 ) -> Float[Tensor, " r"]:
     """(r) an attained slope in each ball: at random tokens of length R; 0 where there is no memory to look for one."""
     masks = () if layer.mask is None else layer.mask.shape[:-2]
+    masks = masks if layer.rotary is None else layer.rotary.batch or masks
     heads = radii.numel() * layer.h * math.prod(masks)
     tokens = _tokens_to_check(layer, tokens, memory_limit / (8 * _TENSORS * max(heads, 1)))
     if not tokens:
@@ -203,10 +204,11 @@ def _tokens_to_check(layer: AttentionLayer, tokens: int, pairs: float) -> int:
     """How many tokens to look at, so that a slope there is one of `tokens` tokens too; 0 for none.
 
     A prefix is enough for a causal layer: its derivative is a block of the whole one. Without a mask a divisor of the
-    number of tokens is: copies of a sequence that move alike have the slope of one. Another mask fits one number only.
+    number of tokens is: copies of a sequence that move alike have the slope of one. Another mask fits one number only,
+    and so do rotary positions.
     """
     most = min(tokens, _CHECKED_TOKENS, math.isqrt(int(min(pairs, 2.0**62))))
-    if layer.mask is not None:
+    if layer.mask is not None or layer.rotary is not None:
         return tokens if most == tokens else 0
     if layer.causal:
         return most
@@ -218,6 +220,8 @@ def _check_tokens(layer: AttentionLayer, tokens: int) -> None:
         raise InputError(f"tokens is {tokens!r}; expected how many tokens there are, at least 1")
     if layer.mask is not None and layer.mask.shape[-1] != tokens:
         raise InputError(f"tokens is {tokens} and the mask is for {layer.mask.shape[-1]}")
+    if layer.rotary is not None and layer.rotary.n != tokens:
+        raise InputError(f"tokens is {tokens} and the rotary positions are for {layer.rotary.n}")
 
 
 def _numbers(found: Evaluation[Ball]) -> Evaluation[Tensor]:

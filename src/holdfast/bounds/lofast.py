@@ -20,10 +20,12 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from holdfast.attention import AttentionLayer, ScoreOperator, ValueOperator, fold
-from holdfast.attention.jacobian import Folded
+from holdfast.attention import AttentionLayer, ValueOperator, fold
+from holdfast.attention.jacobian import Folded, score_operator_of
+from holdfast.attention.layer import join_heads, project
 from holdfast.bounds.arithmetic import Arithmetic
-from holdfast.bounds.base import Bound, Evaluation, register_bound
+from holdfast.bounds.base import EVERY_TERM, Bound, Evaluation, register_bound
+from holdfast.bounds.score_map import ScoreMap, score_map
 from holdfast.linalg import Array
 
 
@@ -31,7 +33,7 @@ class _Splitting(Bound):
     """δ = δ₁ + Σ_l δ₂₁ δ₂₂; the methods differ in the gain of the linear part and in the norm of the score map."""
 
     reference: ClassVar[str] = "havens2024"
-    score_terms = ("bias",)
+    score_terms = EVERY_TERM
 
     @abstractmethod
     def _linear_gain(
@@ -40,8 +42,8 @@ class _Splitting(Bound):
         """The gain of the linear part, last, after the terms it is made of."""
 
     @abstractmethod
-    def _score_gain(self, a: Arithmetic[Array], layer: AttentionLayer, f: Folded[Array]) -> dict[str, Array]:
-        """A bound of ‖M_l(X)‖ for every head."""
+    def _score_gain(self, a: Arithmetic[Array], layer: AttentionLayer, maps: ScoreMap[Array]) -> dict[str, Array]:
+        """A bound of ‖M_l(X)‖ for every head; not asked where queries or keys are normalised."""
 
     @final
     def _refusal(self, layer: AttentionLayer) -> str | None:
@@ -51,32 +53,63 @@ class _Splitting(Bound):
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         X = a.lift(x)
         f = fold(layer, X)
-        w = layer.weights(X)
+        maps = a.once("score map", lambda: score_map(a, layer, f))
         gain = a.once(f"{self.name} linear", lambda: self._linear_gain(a, layer, x, f))
-        score = a.once(f"{self.name} score", lambda: self._score_gain(a, layer, f))
-        A = a.once("norm_A", lambda: a.matrix_norm(w.w_q @ w.w_k.mT * layer.scale))
+        normed = layer.q_norm is not None or layer.k_norm is not None
+        score = {} if normed else a.once(f"{self.name} score", lambda: self._score_gain(a, layer, maps))
+        A = a.once("norm_A", lambda: a.matrix_norm(maps.forms[0]))
         C, XC = a.once("norm_C", lambda: a.matrix_norm(f.c)), a.once("norm_XC", lambda: a.matrix_norm(f.v))
         norm_X = a.once("norm_X", lambda: a.matrix_norm(X))
 
         delta_1 = list(gain.values())[-1].unsqueeze(-1) * eps
         eps = eps.unsqueeze(-2)  # for every head
-        delta_21 = (list(score.values())[-1].unsqueeze(-1) + A.unsqueeze(-1) * eps) * eps
+        if normed:
+            delta_21 = normed_movement(a, layer, X, f, eps)
+        else:
+            delta_21 = (list(score.values())[-1].unsqueeze(-1) + A.unsqueeze(-1) * eps) * eps
         delta_22 = XC.unsqueeze(-1) + C.unsqueeze(-1) * eps
         delta_22_naive = C.unsqueeze(-1) * (norm_X.unsqueeze(-1).unsqueeze(-1) + eps)
         delta_2 = (delta_21 * delta_22).sum(-2)
         terms = {**gain, **score, "norm_A": A, "norm_XC": XC, "norm_C": C, "norm_X": norm_X}
         terms |= {"delta_1": delta_1, "delta_21": delta_21, "delta_22": delta_22}
-        terms |= {"delta_22_naive": delta_22_naive, "delta_2": delta_2}
+        terms |= {"delta_2": delta_2} | ({"delta_22_naive": delta_22_naive} if layer.sinks is None else {})
         return Evaluation(delta_1 + delta_2, terms)
+
+
+def normed_movement(a: Arithmetic[Array], layer: AttentionLayer, X: Array, f: Folded[Array], eps: Array) -> Array:
+    """(b…, h, e) how far the scores move where queries or keys are normalised (docs/math/scores.md).
+
+    The rows of Q̂ move by at most ρ L_i |γ_i W^Q|, L_i the largest gain of the norm within ε‖W^Q‖ of the raw query, and
+    those of K̂ likewise.
+    """
+    w, rho = layer.weights(X), 1.0 if layer.rotary is None else layer.rotary.norm
+    sides = ((w.w_q, w.b_q, layer.q_norm), (w.w_k, w.b_k, layer.k_norm))
+    moves = []
+    for maps, bias, norm in sides:
+        own = a.matrix_norm(maps).unsqueeze(-1) * eps  # (…, h, e)
+        if norm is not None:
+            joined = a.matrix_norm(join_heads(maps)).unsqueeze(-1) * eps.squeeze(-2)
+            raw = project(X, maps, bias)
+            if norm.after_rotation and layer.rotary is not None:
+                raw = layer.rotary.turn(raw)
+            inner = rho if norm.after_rotation else 1.0
+            radius = (joined.unsqueeze(-2) if norm.across else own).movedim(-1, 0).unsqueeze(-1) * inner
+            batch = radius.shape[1:-2] or (1,) * (raw.ndim - 3)
+            radius = radius.reshape(radius.shape[0], *batch, *radius.shape[-2:])
+            gain = norm.repeated(layer.h).steepest(raw, radius).amax(-1).movedim(0, -1)  # (b…, h or 1, e)
+            own = gain * (joined.unsqueeze(-2) if norm.across else own)
+        moves.append(own * rho)
+    query, key = (a.matrix_norm(rows.left).unsqueeze(-1) for rows in (f.key_rows, f.query_rows))  # with the scale
+    return moves[0] * key + query * moves[1] + moves[0] * moves[1] * abs(layer.scale)
 
 
 def _zeta(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> dict[str, Array]:
     return {"zeta": a.once("zeta", lambda: a.norm(ValueOperator(layer, x)))}
 
 
-def _xi(a: Arithmetic[Array], f: Folded[Array]) -> dict[str, Array]:
-    """ξ_l = ‖A Xᵀ‖ + ‖X A‖ >= ‖M_l(X)‖ (21)."""
-    return {"xi": a.matrix_norm(f.query) + a.matrix_norm(f.key)}
+def _xi(maps: ScoreMap[Array]) -> dict[str, Array]:
+    """ξ_l = ‖A Xᵀ‖ + ‖X A‖ >= ‖M_l(X)‖ (21); with rotary positions docs/math/rotary.md."""
+    return {"xi": maps.query_norm(centred=False) + maps.key_norm()}
 
 
 @final
@@ -93,8 +126,8 @@ class Naive(_Splitting):
         P = a.matrix_norm(f.p)
         return {"norm_P": P, "naive_gain": (P * a.matrix_norm(f.c)).sum(-1) + abs(layer.residual)}
 
-    def _score_gain(self, a: Arithmetic[Array], layer: AttentionLayer, f: Folded[Array]) -> dict[str, Array]:
-        return _xi(a, f)
+    def _score_gain(self, a: Arithmetic[Array], layer: AttentionLayer, maps: ScoreMap[Array]) -> dict[str, Array]:
+        return _xi(maps)
 
 
 @final
@@ -110,8 +143,8 @@ class LofastXi(_Splitting):
     ) -> dict[str, Array]:
         return _zeta(a, layer, x)
 
-    def _score_gain(self, a: Arithmetic[Array], layer: AttentionLayer, f: Folded[Array]) -> dict[str, Array]:
-        return _xi(a, f)
+    def _score_gain(self, a: Arithmetic[Array], layer: AttentionLayer, maps: ScoreMap[Array]) -> dict[str, Array]:
+        return _xi(maps)
 
 
 @final
@@ -120,6 +153,7 @@ class Lofast(_Splitting):
     """Theorem 1, first form: ζ(X) and ‖M_l(X)‖."""
 
     name = "lofast"
+    score_terms = ("rotary", "bias", "cap", "sinks")
     cost = "one norm of size nd x nd, and one of size n² x nd for every head"
 
     def _linear_gain(
@@ -127,7 +161,5 @@ class Lofast(_Splitting):
     ) -> dict[str, Array]:
         return _zeta(a, layer, x)
 
-    def _score_gain(self, a: Arithmetic[Array], layer: AttentionLayer, f: Folded[Array]) -> dict[str, Array]:
-        allowed = layer.allowed(f.p.shape[-1])
-        pairs = None if allowed is None else allowed.unsqueeze(-3)
-        return {"norm_M": a.norm(ScoreOperator(f.query, f.key, pairs))}
+    def _score_gain(self, a: Arithmetic[Array], layer: AttentionLayer, maps: ScoreMap[Array]) -> dict[str, Array]:
+        return {"norm_M": a.norm(score_operator_of(maps.f, layer.allowed(maps.f.p.shape[-1])))}

@@ -18,8 +18,9 @@ from holdfast.attention import AttentionLayer, fold
 from holdfast.attention.jacobian import Folded
 from holdfast.attention.moments import RowMoments, ScoreMoments
 from holdfast.bounds.arithmetic import Arithmetic
+from holdfast.bounds.score_map import ScoreMap, distances2, root, score_map, side_by_side
 from holdfast.errors import InputError
-from holdfast.linalg import Array, Ball
+from holdfast.linalg import Array
 
 ROOT2 = math.sqrt(2.0) * (1 + 2**-50)  # not below the exact value, nor are the other constants here
 _CURVED = (1 + math.sqrt(2.0)) / 2 * (1 + 2**-50)
@@ -46,10 +47,10 @@ class OverBall(Generic[Array]):
         X = a.lift(x)
         w = layer.weights(X)
         self.f: Folded[Array] = fold(layer, X)
-        # (h, d, …) A_l, A_lᵀ and C_lᵀ, each up to an isometry on the right, which no norm below sees.
-        self._A: Array = a.product(w.w_q * layer.scale, w.w_k)
-        self._A_transposed: Array = a.product(w.w_k * layer.scale, w.w_q)
-        self._C_transposed: Array = a.product(w.w_o.mT, w.w_v)
+        self.map: ScoreMap[Array] = score_map(a, layer, self.f)
+        self._A: Array = self.map.forms[0]
+        self._A_transposed: Array = self.map.forms[1]
+        self._C_transposed: Array = a.product(w.w_o.mT, w.w_v)  # up to an isometry on the right
         self.norm_A: Array = a.matrix_norm(self._A)
         n = x.shape[-2]
         allowed = layer.allowed(n)
@@ -71,22 +72,22 @@ class OverBall(Generic[Array]):
     @cached_property
     def stacked_C(self) -> Array:
         """‖[C_1; …; C_h]‖."""
-        return self.a.matrix_norm(_side_by_side(self._C_transposed))
+        return self.a.matrix_norm(side_by_side(self._C_transposed))
 
     @cached_property
     def rows_A(self) -> Array:
         """‖[A_1, …, A_h]‖, a bound of (Σ_l ‖A_lᵀ w‖²)^½ for unit w."""
-        return self.a.matrix_norm(_side_by_side(self._A))
+        return self.a.matrix_norm(side_by_side(self._A))
 
     @cached_property
     def joint_A(self) -> Array:
         """A bound of (Σ_l ‖G A_l G'ᵀ‖_F²)^½ for ‖G‖_F = ‖G'‖_F = 1: heads side by side, or one above the other."""
-        return self.rows_A.minimum(self.a.matrix_norm(_side_by_side(self._A_transposed)))
+        return self.rows_A.minimum(self.a.matrix_norm(side_by_side(self._A_transposed)))
 
     def joint_bilinear(self, squares: Array) -> Array:
         """A bound of (Σ_l w_l² ‖G A_l G'ᵀ‖_F²)^½, for weights with the given squares (…, h): the same with w_l A_l."""
         w = root(squares).unsqueeze(-1).unsqueeze(-1)
-        rows, columns = (self.a.matrix_norm(_side_by_side(w * A), rough=True) for A in (self._A, self._A_transposed))
+        rows, columns = (self.a.matrix_norm(side_by_side(w * A), rough=True) for A in (self._A, self._A_transposed))
         return rows.minimum(columns)
 
     # -- probabilities
@@ -97,16 +98,12 @@ class OverBall(Generic[Array]):
         a, f, r, masked = self.a, self.f, self.r(3), self.masked
         log_p = f.scores.log_softmax(-1).masked_fill(masked, 0.0)
         norm_A = self.norm_A.unsqueeze(-1).unsqueeze(-1)
-        alpha2 = f.key.square().sum(-1, keepdim=True)
-        query = self._centred_query
-        products = query @ query.mT
         # (a) log p_ij is concave in the scores, so it grows at most by its linear part.
-        slope, bend = log_growth(f.p, products, f.key @ query.mT, alpha2, norm_A)
+        slope, bend = self.map.growth(norm_A)
         q = a.number((log_p + slope * r + bend * (r * r)).clamp(max=0.0).exp())
         # (b) every other score gains at most this much on score j; says nothing where p underflows.
-        lengths = products.diagonal(0, -2, -1).unsqueeze(-1)
-        apart = root(lengths + lengths.mT - products * 2.0)
-        gain = root(alpha2) * r * ROOT2 + norm_A * (r * r) * _CURVED
+        gain = root(self.map.key_lengths2) * r * ROOT2 + norm_A * (r * r) * _CURVED
+        apart = self.map.apart
         rest = f.p @ (-(apart * r)).exp() - f.p
         ratio = a.number(f.p / (f.p + (-gain).exp() * rest))
         usable = (a.number(f.p) > 1e-290) & torch.isfinite(ratio)
@@ -162,23 +159,23 @@ class OverBall(Generic[Array]):
 
         g_i enters through the query and, at key i, through the key; the other tokens through the key alone.
         """
-        a, key = self.a, self.f.key
-        own = a.norm(RowMoments(self.f.query_rows, weights, own=key), rough=True)
+        a = self.a
+        own = a.norm(RowMoments(self.f.query_rows, weights, own=self.map.own_keys), rough=True)
         own = own + self._moved(a.lift(weights.amax(-1))) * (self.rows_A + self.joint_A)
-        others = a.matrix_norm(root(norm).movedim(-2, -1).unsqueeze(-1) * key.movedim(-3, -2), rough=True)
+        others = self.map.other_keys(root(norm))
         others = others + self._moved(norm) * self.joint_A
         return root(own.square() + others.square())
 
     @cached_property
     def value_distance(self) -> Array:
         """(b…, h, n, n) ‖C_lᵀ(x_j - ȳ_i)‖ at x, 0 where masked."""
-        return root(_distances2(self.f.p @ self._centred_values, self._centred_values).masked_fill(self.masked, 0.0))
+        return root(distances2(self.f.p @ self._centred_values, self._centred_values).masked_fill(self.masked, 0.0))
 
     @cached_property
     def value_reach(self) -> Array:
         """(r, b…, h, n, n) D_lij >= ‖C_lᵀ(z_j - ȳ_i(Z))‖ for every allowed key, 0 where masked."""
         r, C = self.r(2), self.norm_C.unsqueeze(-1)
-        diameter = root(_distances2(self._centred_values, self._centred_values).amax((-2, -1))).unsqueeze(-1)
+        diameter = root(distances2(self._centred_values, self._centred_values).amax((-2, -1))).unsqueeze(-1)
         shift = (self.a.lift(self.q) - self.f.p).sum(-1).clamp(max=1.0) * diameter
         drawn = (self.value_spread * self.score_spread).unsqueeze(-2) * r
         near = self.value_distance + (shift.minimum(drawn) + C * r * ROOT2).unsqueeze(-1)
@@ -202,8 +199,7 @@ class OverBall(Generic[Array]):
 
         Any choice is sound; the largest D itself has ω = 0.
         """
-        q, query, number = self.q, self._centred_query, self.a.number
-        moments = number(_distances2(self.f.p @ query, query)) + number(self.f.key).square().sum(-1, keepdim=True)
+        q, moments = self.q, self.map.moments
         tau = largest = D.amax(-1, keepdim=True)
         least = (q * largest * moments).sum(-1, keepdim=True)
         for fraction in _FRACTIONS:
@@ -220,17 +216,21 @@ class OverBall(Generic[Array]):
         return self.r(1) * root(weights.amax(-2))
 
     @cached_property
-    def _centred_query(self) -> Array:
-        """Rows A x_j with a common constant taken off, which leaves differences alone and spares digits."""
-        return self._centred(self.f.query)
+    def common_spread(self) -> Array:
+        """(r, b…, n) a bound of (Σ_l Var(s'_li))^½ where all tokens move alike, by a unit vector w.
+
+        Without rotary positions the keys then move the scores of a row alike, and what is left is `query_spread`.
+        """
+        variations = self.map.key_variations2
+        if variations is None:
+            return self.query_spread
+        keys = root((self.a.lift(self.q) * variations).sum(-1).sum(-2))
+        return self.query_spread + keys + self.joint_A * self.r(1)
 
     @cached_property
     def _centred_values(self) -> Array:
-        """Rows x_j C, likewise."""
-        return self._centred(self.f.v)
-
-    def _centred(self, rows: Array) -> Array:
-        return rows - self.a.number(rows).mean(-2, keepdim=True)
+        """Rows x_j C with a common constant taken off, which leaves differences alone and spares digits."""
+        return self.f.v - self.a.number(self.f.v).mean(-2, keepdim=True)
 
 
 def _covered_norm(a: Arithmetic[Array], w: Tensor) -> Array:
@@ -238,44 +238,3 @@ def _covered_norm(a: Arithmetic[Array], w: Tensor) -> Array:
     top = torch.cat([w, torch.zeros_like(w[..., :1])], -1).topk(2, -1).values
     first, second, total = a.lift(top[..., 0]), a.lift(top[..., 1]), a.lift(w).sum(-1)
     return (first * (total - first + second) / total).masked_fill(top[..., 0] <= 0, 0.0).minimum(first)
-
-
-def log_growth(p: Array, products: Array, turns: Array, alpha2: Array, norm_A: Array) -> tuple[Array, Array]:
-    """ℓ_ij and κ_ij of Lemma 3 (a): log p_ij grows by at most r ℓ_ij + r² κ_ij on the ball of radius r.
-
-    Args:
-        p: (…, h, n, n) the probabilities.
-        products: (…, h, n, n) A_l x_j · A_l x_k, up to a constant that is taken off every A_l x_j.
-        turns: (…, h, n, n) a_li · A_l x_j, likewise.
-        alpha2: (…, h, n, 1) ‖a_li‖².
-        norm_A: (h, 1, 1) ‖A_l‖.
-    """
-    eye = torch.eye(p.shape[-1], dtype=torch.float64, device=p.device)
-    w_own = -(p.diagonal(0, -2, -1).unsqueeze(-1) - eye)  # w = e_j - p_i, at i
-    w_norm2 = p.square().sum(-1, keepdim=True) - p * 2.0 + 1.0
-    turn = turns - (p * turns).sum(-1, keepdim=True)
-    slope = root(distances_from_means(p, products) + turn * w_own * 2.0 + w_norm2 * alpha2)
-    return slope, (w_own.abs() + root(w_norm2)) * norm_A * 0.5
-
-
-def distances_from_means(p: Array, products: Array) -> Array:
-    """(…, n, n) ‖z_j - Σ_k p_ik z_k‖² for rows z with the given products z_j · z_k; p may be weights of any sum."""
-    mixed = p @ products
-    lengths = products.diagonal(0, -2, -1).unsqueeze(-2)
-    return (mixed * p).sum(-1, keepdim=True) - mixed * 2.0 + lengths
-
-
-def _side_by_side(matrices: Array) -> Array:
-    """[M_1, …, M_h] from (…, h, m, n)."""
-    return matrices.movedim(-3, -2).flatten(-2, -1)
-
-
-def root(x: Array) -> Array:
-    """The square root of a quantity that is not negative but for rounding."""
-    return x.sqrt() if isinstance(x, Ball) else x.clamp(min=0).sqrt()
-
-
-def _distances2(left: Array, right: Array) -> Array:
-    """Squared distances of rows: (…, n, d) and (…, m, d) to (…, n, m)."""
-    lengths = left.square().sum(-1, keepdim=True) + right.square().sum(-1, keepdim=True).mT
-    return lengths - left @ right.mT * 2.0

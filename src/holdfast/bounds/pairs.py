@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from holdfast.attention import AttentionLayer
+from holdfast.attention.layer import Weights
 from holdfast.bounds import rows
 from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import Bound, Evaluation, register_bound
@@ -42,7 +43,7 @@ class Pairs(Bound):
     """
 
     name = "pairs"
-    score_terms = ("bias",)
+    score_terms = ("rotary", "bias")
     cost = "that of `rows`, and for some radii an eigenvalue of size 3hn"
     reference: ClassVar[str] = "holdfast"
     in_best = False
@@ -290,13 +291,13 @@ def _quadratic_form(
 ) -> tuple[Tensor, ...]:
     """μ, and ⟨c_s, R c_s'⟩ for c_s = e_i ⊗ W_l^Q(k_lj - k_lm) + (e_j - e_m) ⊗ W_l^K q_li, with what its rounding needs.
 
+    With rotary positions c_s = e_i ⊗ W_l^Q R_iᵀ(k_lj - k_lm) + e_j ⊗ W_l^K R_jᵀ q_li - e_m ⊗ W_l^K R_mᵀ q_li.
+
     With θ = ‖W^V‖²/μ and R_v = (I - θ P_vᵀP_v)⁻¹, R is 1 + Σ_v (R_v - 1) ⊗ W_v^V W_v^Vᵀ/‖W^V‖². An inverse that is
     computed as S, with Z = I - (I - θPᵀP) S, is within ‖S‖ ‖Z‖/(1 - ‖Z‖) of S.
     """
     w = layer.weights(key)
     n = here.P.shape[-1]
-    every = torch.arange(len(head), device=head.device).unsqueeze(-1)
-    asked, drawn = key @ (w.w_q * layer.scale).mT, query @ w.w_k.mT  # (B, h, n, d): W^Q k and W^K q
     c2 = up(here.maps.value.norm[0].square())
     norm2 = here.norms.amax(-1).square()
     price = rows.gain(here.terms(norm2.new_zeros(1))).squeeze(-1) / here.fixed - 1
@@ -305,31 +306,66 @@ def _quadratic_form(
     A = -((P.mT @ P) * theta[:, None, None, None]) + eye
     S = torch.linalg.inv(A.mid)
     S = (S + S.mT) / 2
-    z = frobenius(-(A @ Ball.exact(S)) + eye).upper
-    told = (z < 0.5) & (c2 > 1e-200)  # below, products of weights underflow
-    off = torch.where(told, frobenius_upper(S) * z / (1 - z) * (1 + 1e-9), torch.inf)
+    miss = frobenius(-(A @ Ball.exact(S)) + eye).upper
+    told = (miss < 0.5) & (c2 > 1e-200)  # below, products of weights underflow
+    off = torch.where(told, frobenius_upper(S) * miss / (1 - miss) * (1 + 1e-9), torch.inf)
     identity = eye.expand(len(head), n, n)
-    at_row, apart = identity[every, row], identity[every, j] - identity[every, m]  # (B, N, n)
+    vectors = _vectors(layer, w, query, key, head, row, j, m)  # (B, N, d), with the tokens (B, N, n) where they stand
     gram = here.p.new_zeros(*head.shape, head.shape[-1])
-    crossed = torch.zeros_like(gram)
-    lengths, radii, rounding, size = [], [], [], []
+    lengths: list[Tensor] = []
+    radii: list[Tensor] = []
+    rounding, size = [], []
     for v in range(-1, layer.h):  # all tokens as they are, then what R makes of them in the values of each head
         T = identity if v < 0 else (S[:, v] - eye) / c2
         onto = None if v < 0 else w.w_v[v]
-        a, b = (each if onto is None else each @ onto for each in (asked, drawn))
-        a, b = a[every, head, j] - a[every, head, m], b[every, head, row]
-        turned = at_row @ T
-        gram.addcmul_(turned @ at_row.mT, a.mid @ a.mid.mT).addcmul_(apart @ T @ apart.mT, b.mid @ b.mid.mT)
-        crossed.addcmul_(turned @ apart.mT, a.mid @ b.mid.mT)
-        lengths.append(_norm(a.mid) + 2 * _norm(b.mid))
-        radii.append(_norm(a.rad) + 2 * _norm(b.rad))
+        parts = [(tokens @ T, tokens, z if onto is None else z @ onto) for tokens, z in vectors]
+        for first, (turned, _, z) in enumerate(parts):
+            for second, (_, tokens, y) in enumerate(parts[: first + 1]):
+                product = (turned @ tokens.mT) * (z.mid @ y.mid.mT)
+                gram.add_(product if first == second else product + product.mT)
+        for found, each in ((lengths, "mid"), (radii, "rad")):
+            sizes = [_norm(getattr(z, each)) * _reach(tokens) for _, tokens, z in parts]
+            found.append(torch.stack(sizes).sum(0))
         largest, unknown = (identity.new_full((len(head),), each) for each in (1.0, 0.0))
         if v >= 0:
             largest, unknown = S[:, v].abs().amax((-2, -1)) / c2, off[:, v] / c2
         size.append(up(largest + unknown))
-        rounding.append(up(largest * gamma(max(layer.d, layer.k) + 2 * layer.h + 4 * n + 64) + unknown))
-    parts = (torch.stack(each, 1) for each in (lengths, radii, rounding, size))
-    return up(c2 / theta), gram + crossed + crossed.mT, *parts
+        rounding.append(up(largest * gamma(max(layer.d, layer.k) + 12 * layer.h + 4 * n + 64) + unknown))
+    stacked = (torch.stack(each, 1) for each in (lengths, radii, rounding, size))
+    return up(c2 / theta), gram, *stacked
+
+
+def _vectors(
+    layer: AttentionLayer, w: Weights[Ball], query: Ball, key: Ball, head: Tensor, row: Tensor, j: Tensor, m: Tensor
+) -> list[tuple[Tensor, Ball]]:
+    """The parts of c_s: what stands at which tokens."""
+    rotary, n = layer.rotary, key.shape[-2]
+    every = torch.arange(len(head), device=head.device).unsqueeze(-1)
+    identity = torch.eye(n, dtype=torch.float64, device=head.device).expand(len(head), n, n)
+    w_q = w.w_q * layer.scale
+    if rotary is None:
+        asked, drawn = key @ w_q.mT, query @ w.w_k.mT  # (B, h, n, d): W^Q k and W^K q
+        asked, drawn = asked[every, head, j] - asked[every, head, m], drawn[every, head, row]
+        return [(identity[every, row], asked), (identity[every, j] - identity[every, m], drawn)]
+
+    def at(position: Tensor, z: Ball, maps: Ball) -> tuple[Tensor, Ball]:
+        """Vectors z (B, N, k) turned back from a position, and through the map of their head."""
+        turned = rotary.at(head.shape[:1], (every.expand_as(position), position)).turn_back(
+            z.unsqueeze(-2).unsqueeze(-2)
+        )
+        return identity[every, position], (turned.squeeze(-2) @ maps.mT[head]).squeeze(-2)
+
+    query = query[every, head, row]
+    return [
+        at(row, key[every, head, j] - key[every, head, m], w_q),
+        at(j, query, w.w_k),
+        at(m, -query, w.w_k),
+    ]
+
+
+def _reach(tokens: Tensor) -> float:
+    """How many tokens a vector stands at, at most."""
+    return float(tokens.abs().sum(-1).max())
 
 
 def _moments(weights: Float64[Tensor, "B h n n"], p: Tensor, z: Ball) -> Float64[Tensor, "B h n"]:

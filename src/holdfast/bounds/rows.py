@@ -16,9 +16,9 @@ from torch import Tensor
 
 from holdfast.attention import AttentionLayer
 from holdfast.attention.layer import Weights, join_heads, project
+from holdfast.attention.rotary import Rotary
 from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import Bound, Evaluation, register_bound
-from holdfast.bounds.over_ball import distances_from_means, log_growth
 from holdfast.bounds.row_norms import (
     covariance_norms,
     cover,
@@ -29,6 +29,7 @@ from holdfast.bounds.row_norms import (
     shares,
     up,
 )
+from holdfast.bounds.score_map import distances_from_means, log_growth, turned_growth
 from holdfast.linalg import Array, Ball
 from holdfast.linalg.rounding import as_ball
 
@@ -50,7 +51,7 @@ class Rows(Bound):
     """
 
     name = "rows"
-    score_terms = ("bias",)
+    score_terms = ("rotary", "bias")
     cost = "3hn norms of size k x k, and O(hn²) for every eps"
     reference: ClassVar[str] = "holdfast"
 
@@ -85,6 +86,8 @@ class _Joined:
 class _Maps(Generic[Array]):
     """What the bound needs of the weights; the scale is that of the query maps.
 
+    With rotary positions the maps of queries and keys count ρ >= ‖R_i‖ times.
+
     Attributes:
         query: of W_l^Q, and likewise key, value, output.
         key: see query.
@@ -93,7 +96,7 @@ class _Maps(Generic[Array]):
         queries: (h, k, k) W^Qᵀ W^Q.
         keys: (h, k, k) W^Kᵀ W^K.
         crossed: (h, k, k) W^Kᵀ W^Q.
-        scores: (h, 1, 1) ‖W_l^Q W_l^Kᵀ‖.
+        scores: (h, 1, 1) ‖W_l^Q W_l^Kᵀ‖, with rotary positions ‖W_l^Q‖ ‖W_l^K‖.
     """
 
     query: _Joined
@@ -106,17 +109,19 @@ class _Maps(Generic[Array]):
     scores: Array
 
 
-def _maps(a: Arithmetic[Array], w: Weights[Array], scale: float) -> _Maps[Array]:
-    w_q, w_k = w.w_q * scale, w.w_k
+def _maps(a: Arithmetic[Array], w: Weights[Array], scale: float, rotary: Rotary | None) -> _Maps[Array]:
+    w_q, w_k, rho = w.w_q * scale, w.w_k, 1.0 if rotary is None else rotary.norm
+    query, key = _joined(a, w_q * rho), _joined(a, w_k * rho)
+    scores = a.matrix_norm(a.product(w_q, w_k)) if rotary is None else a.lift(up(query.each * key.each))
     return _Maps(
-        query=_joined(a, w_q),
-        key=_joined(a, w_k),
+        query=query,
+        key=key,
         value=_joined(a, w.w_v),
         output=_joined(a, w.w_o.mT),
         queries=w_q.mT @ w_q,
         keys=w_k.mT @ w_k,
         crossed=w_k.mT @ w_q,
-        scores=a.matrix_norm(a.product(w_q, w_k)).unsqueeze(-1).unsqueeze(-1),
+        scores=scores.unsqueeze(-1).unsqueeze(-1),
     )
 
 
@@ -296,20 +301,23 @@ def by_traces(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> AtPoint
     """The layer at X with the trace of every small matrix, which is not below its norm, in place of it."""
     X = a.lift(x)
     weights = (layer.w_q, layer.w_k, layer.w_v, layer.w_o)
-    w, allowed = layer.weights(X), layer.allowed(x.shape[-2])
-    maps = a.of_weights(f"rows, scale {layer.scale}, on {x.device}", weights, lambda: _maps(a, w, layer.scale))
+    w, allowed, rotary = layer.weights(X), layer.allowed(x.shape[-2]), layer.rotary
+    name = f"rows, scale {layer.scale}, turned by {None if rotary is None else rotary.norm}, on {x.device}"
+    maps = a.of_weights(name, weights, lambda: _maps(a, w, layer.scale, rotary))
     masked = None if allowed is None else ~allowed.to(x.device).unsqueeze(-3)
     query, key, value = projections(layer, X)
     scores = layer.complete(query @ key.mT)  # up to a constant along each row
     P = scores.softmax(-1)
-    turned = query @ maps.crossed
-    slope, bend = log_growth(
-        P,
-        key @ maps.queries @ key.mT,
-        turned @ key.mT,
-        ((query @ maps.keys) * query).sum(-1, keepdim=True),
-        maps.scores,
-    )
+    if rotary is None:
+        slope, bend = log_growth(
+            P,
+            distances_from_means(P, key @ maps.queries @ key.mT),
+            query @ maps.crossed @ key.mT,
+            ((query @ maps.keys) * query).sum(-1, keepdim=True),
+            maps.scores,
+        )
+    else:
+        slope, bend = turned_growth(rotary, query, key, w.w_q * layer.scale, w.w_k, P, maps.scores)
     log_p = a.number(scores.log_softmax(-1))
     p, n = as_ball(P).mid, x.shape[-2]
     exact = a.lift(p)
@@ -346,10 +354,16 @@ def by_traces(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> AtPoint
 
 
 def projections(layer: AttentionLayer, X: Array) -> tuple[Array, Array, Array]:
-    """Queries, with the scale, keys and values (…, h, n, k); the last two without bias and less a common row."""
-    w = layer.weights(X)
-    key, value = (_centred(project(X, each, None)) for each in (w.w_k, w.w_v))
-    return project(X, w.w_q, w.b_q) * layer.scale, key, value
+    """Queries, with the scale, keys and values (…, h, n, k), the first two turned by their positions.
+
+    Keys and values are less a common row; a key bias, which is one but for rotary positions, is left out then too.
+    """
+    w, rotary = layer.weights(X), layer.rotary
+    query, value = project(X, w.w_q, w.b_q) * layer.scale, project(X, w.w_v, None)
+    key = project(X, w.w_k, None if rotary is None else w.b_k)
+    if rotary is not None:
+        query, key = rotary.turn(query), rotary.turn(key)
+    return query, _centred(key), _centred(value)
 
 
 def _drawn(value_top: Float64[Tensor, "*b n"], p: Float64[Tensor, "*b n n"]) -> Float64[Tensor, "*b n n"]:

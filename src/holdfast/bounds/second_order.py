@@ -17,11 +17,14 @@ from holdfast.attention import AttentionJacobian, AttentionLayer, ValueOperator
 from holdfast.attention.mean_split import CommonPart, Coupling, OtherPart
 from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import Bound, Evaluation, register_bound
-from holdfast.bounds.over_ball import ROOT2, OverBall, root
+from holdfast.bounds.over_ball import ROOT2, OverBall
+from holdfast.bounds.score_map import root
 from holdfast.linalg import Array
 
 _CELLS = 512
 _NODES = 6
+_LARGE = 2**13  # numbers in one input, from which on the curvature is evaluated at the asked radii alone …
+_LITTLE = 0.7  # … and directions in which all tokens move alike are told apart where they have this share of ‖J‖
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,8 @@ class Curvature(Generic[Array]):
 
     Attributes:
         every: ‖D²F[G, G]‖ for any G.
-        common: the same where all tokens move alike, G = 1wᵀ: then only the third cumulant is left.
+        common: the same where all tokens move alike, G = 1wᵀ: then without rotary positions only the third cumulant
+            is left.
         mixed: ‖D²F[G, G']‖ with G as in `common` and G' any.
     """
 
@@ -39,10 +43,9 @@ class Curvature(Generic[Array]):
     mixed: Array
 
 
-def curvature(ball: OverBall[Array]) -> Curvature[Array]:
-    """Theorem 4, from the rows y'' = 2 Cov(s', g) + Cov(s'', z) + κ₃(s', s', z), all heads together."""
-    a, sigma, eta = ball.a, ball.score_spread, ball.query_spread
-    third, D = ball.third_spread, ball.value_reach.amax(-1).amax(-2)
+def every_direction(ball: OverBall[Array]) -> Array:
+    """(r, b…) ‖D²F[G, G]‖ for any G: Theorem 4, from the rows y'' = 2 Cov(s', g) + Cov(s'', z) + κ₃(s', s', z)."""
+    a, sigma, third = ball.a, ball.score_spread, ball.third_spread
     first2 = ball.softmax_norm * (ball.stacked_C * ball.stacked_C) * 4.0
     # Row i is at most u + v, u² = Σ_l first_l² Var(s'_l), v = third · (third moments)^½; with any t > 0,
     # (u + v)² <= (1 + t) u² + (1 + 1/t) v². This t is best where the heads agree.
@@ -50,12 +53,22 @@ def curvature(ball: OverBall[Array]) -> Curvature[Array]:
     t = a.lift(best.nan_to_num(nan=1.0).clamp(1e-6, 1e6)).unsqueeze(-2)
     cubic = third.square().unsqueeze(-2)
     weights = (first2 * (t + 1.0)).unsqueeze(-1) * ball.q + (cubic + cubic / t).unsqueeze(-1) * ball.third_weights
+    return ball.score_movement(weights) + (ball.damping * ball.value_spread).amax(-1) * ball.joint_A * 2.0
+
+
+def curvature(ball: OverBall[Array]) -> Curvature[Array]:
+    """Theorem 4, all heads together."""
+    sigma, eta = ball.score_spread, ball.common_spread
+    third, D = ball.third_spread, ball.value_reach.amax(-1).amax(-2)
     damped = ball.damping * ball.value_spread
-    every = ball.score_movement(weights) + damped.amax(-1) * ball.joint_A * 2.0
-    # All tokens alike: g does not vary, so both covariances vanish; s' varies through the query alone, by w/√n.
-    common = root((D * eta.square()).square().sum(-1)) / D.shape[-1]
+    # All tokens alike: g does not vary, so that Cov(s', g) vanishes; without rotary positions Cov(s'', z) does too.
+    alike = D * eta.square()
     mixed = _rms(ball.damping * eta) * ball.stacked_C + _rms(damped) * ball.rows_A
-    return Curvature(every, common, mixed + _rms(root(D) * eta * third.minimum(root(D) * sigma)))
+    if ball.map.key_variations2 is not None:
+        alike = alike + ball.value_spread * ball.joint_A * 2.0
+        mixed = mixed + ball.value_spread.amax(-1) * ball.joint_A / math.sqrt(D.shape[-1]) * (1 + 2**-50)
+    common = root(alike.square().sum(-1)) / D.shape[-1]
+    return Curvature(every_direction(ball), common, mixed + _rms(root(D) * eta * third.minimum(root(D) * sigma)))
 
 
 def _rms(rows: Array) -> Array:
@@ -63,11 +76,14 @@ def _rms(rows: Array) -> Array:
     return root(rows.square().sum(-1) / rows.shape[-1])
 
 
-def nodes_for(radii: Tensor) -> Tensor:
+def nodes_for(radii: Tensor, size: int = 0) -> Tensor:
     """(r) where the curvature is evaluated: every radius, and points between, about `_NODES` up to the largest.
 
-    Radii (b…, e) for each input give nodes (b…, r).
+    Radii (b…, e) for each input give nodes (b…, r). For inputs of a large size nothing lies between the radii: every
+    node costs as much as the Jacobian.
     """
+    if size > _LARGE:
+        return radii.sort(-1).values if radii.ndim > 1 else torch.unique(radii)
     if radii.ndim > 1:
         pieces = _NODES if float(radii.max()) > 1e-300 else 1  # nothing lies between where all radii are zero
         between = torch.arange(1, pieces, dtype=torch.float64, device=radii.device) / pieces
@@ -112,7 +128,7 @@ class SecondOrder(Bound):
     """
 
     name = "second-order"
-    score_terms = ("bias",)
+    score_terms = ("rotary", "bias")
     cost = "three norms of size nd x nd; for every node (about 6) one of size nd x hn², and n of size hn x d"
     reference: ClassVar[str] = "holdfast"
 
@@ -122,9 +138,14 @@ class SecondOrder(Bound):
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         J = AttentionJacobian(layer, x)
         gain, common = a.once("jacobian", lambda: a.norm(J)), a.once("common", lambda: a.norm(CommonPart(J)))
+        radii, size = a.number(eps), x.shape[-2:].numel()
+        nodes = nodes_for(radii, size)
+        if size > _LARGE and bool((a.number(common) < _LITTLE * a.number(gain)).all()):
+            ball = on_nodes(a, layer, x, nodes)
+            every = integrate(a, a.once("every", lambda: every_direction(ball), nodes), nodes, radii)
+            terms = {"jacobian": gain, "common": common, "curved": every}
+            return Evaluation(gain.unsqueeze(-1) * eps + every, terms)
         other, coupling = a.once("other", lambda: a.norm(OtherPart(J))), a.once("coupling", lambda: a.norm(Coupling(J)))
-        radii = a.number(eps)
-        nodes = nodes_for(radii)
         beta = a.once("curvature", lambda: curvature(on_nodes(a, layer, x, nodes)), nodes)
         every, alike, mixed = (integrate(a, part, nodes, radii) for part in (beta.every, beta.common, beta.mixed))
 
@@ -152,7 +173,7 @@ class Mixed(Bound):
     """
 
     name = "mixed"
-    score_terms = ("bias",)
+    score_terms = ("rotary", "bias")
     cost = "that of second-order, and for every node one norm of size nd x hn²"
     reference: ClassVar[str] = "holdfast"
 
@@ -161,7 +182,7 @@ class Mixed(Bound):
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         radii = a.number(eps)
-        nodes = nodes_for(radii)
+        nodes = nodes_for(radii, x.shape[-2:].numel())
         grown = grown_gain(a, layer, x, nodes, nodes).movedim(-1, 0)
         slope = grown.minimum(direct_gain(on_nodes(a, layer, x, nodes), layer, x))
         integral = weighted(slope, a.lift(widths(nodes, radii)))

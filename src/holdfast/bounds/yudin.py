@@ -15,26 +15,23 @@ from torch import Tensor
 from holdfast.attention import AttentionLayer, ValueOperator, fold
 from holdfast.attention.covariances import ValueCovariance
 from holdfast.attention.jacobian import Folded
+from holdfast.attention.layer import Weights
 from holdfast.attention.query_path import QueryBlocks
-from holdfast.attention.rows import Rows
 from holdfast.attention.softmax import covering_norm
 from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import Bound, Evaluation, register_bound
 from holdfast.bounds.lipschitz import PointBound, register_lipschitz_bound
-from holdfast.bounds.over_ball import OverBall, root
+from holdfast.bounds.over_ball import OverBall
+from holdfast.bounds.score_map import centred_rows, root, score_map
 from holdfast.bounds.second_order import nodes_for, on_nodes, weighted, widths
 from holdfast.linalg import Array
-
-
-def _centred(a: Arithmetic[Array], rows: Rows[Array]) -> Rows[Array]:
-    """Rows with their mean over the tokens taken off: M_li 1 = 0, so a constant does not count."""
-    return Rows(rows.left - a.number(rows.left).mean(-2, keepdim=True), rows.right)
+from holdfast.linalg.rounding import frobenius
 
 
 class _Yudin(PointBound):
     """What the three have in common."""
 
-    score_terms = ("bias",)  # a constant of the scores moves the probabilities at x, and nothing else
+    score_terms = ("rotary", "bias")  # a constant of the scores moves the probabilities at x, and nothing else
 
     @final
     def _refusal(self, layer: AttentionLayer) -> str | None:
@@ -64,14 +61,23 @@ class Yudin(_Yudin):
         X = a.lift(x)
         f, w = fold(layer, X), layer.weights(X)
         g = self._softmax(a, f).amax(-1)
-        C, P, A = a.matrix_norm(f.c), a.matrix_norm(f.p), a.matrix_norm(w.w_q @ w.w_k.mT * layer.scale)
+        C, P, A = a.matrix_norm(f.c), a.matrix_norm(f.p), a.matrix_norm(score_map(a, layer, f).forms[0])
         norm_X = a.matrix_norm(X).unsqueeze(-1)
-        scores = norm_X * A * 2.0
-        if w.b_q is not None:
-            shift = a.matrix_norm((w.b_q.unsqueeze(-2) @ w.w_k.mT) * layer.scale)
-            scores = scores + shift * (math.sqrt(x.shape[-2]) * (1 + 2**-50))
+        scores, tokens = norm_X * A * 2.0, math.sqrt(x.shape[-2]) * (1 + 2**-50)
+        for shift in _bias_shifts(a, layer, w):
+            scores = scores + shift * tokens
         value = (C * (P + norm_X * scores * g)).sum(-1) + abs(layer.residual)
         return Evaluation(value, {"norm_P": P, "norm_C": C, "norm_A": A, "norm_X": norm_X.squeeze(-1), "g1": g})
+
+
+def _bias_shifts(a: Arithmetic[Array], layer: AttentionLayer, w: Weights[Array]) -> list[Array]:
+    """(h) what the biases add to ‖A_l‖ ‖X‖/√n: that of the queries; with rotary positions that of the keys too."""
+    rotary = layer.rotary
+    if rotary is None:
+        return [] if w.b_q is None else [a.matrix_norm((w.b_q.unsqueeze(-2) @ w.w_k.mT) * layer.scale)]
+    size = abs(layer.scale) * rotary.norm**2 * (1 + 2**-48)
+    crossed = ((w.b_q, w.w_k), (w.b_k, w.w_q))
+    return [frobenius(bias, (-1,)) * a.matrix_norm(other) * size for bias, other in crossed if bias is not None]
 
 
 @final
@@ -89,9 +95,9 @@ class YudinB2(_Yudin):
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> Evaluation[Array]:
         f = fold(layer, a.lift(x))
         g, zeta = self._softmax(a, f), self._zeta(a, layer, x)
-        V, Q = (_centred(a, rows).multiplied() for rows in (f.value_rows, f.query_rows))
+        maps, V = score_map(a, layer, f), centred_rows(a, f.value_rows).multiplied()
         values = a.matrix_norm(V)
-        query, key = g.amax(-1) * a.matrix_norm(Q), a.matrix_norm(g.unsqueeze(-1) * f.key)
+        query, key = g.amax(-1) * maps.query_norm(centred=True), maps.key_norm(g)
         apart = (values * (query + key)).sum(-1)
         together = a.matrix_norm(V.flatten(-3, -2)) * root((query + key).square().sum(-1))
         terms = {"zeta": zeta, "norm_XC": values, "query": query, "key": key, "g1": g.amax(-1)}
@@ -114,13 +120,12 @@ class YudinB3(_Yudin):
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> Evaluation[Array]:
         f = fold(layer, a.lift(x))
         zeta = self._zeta(a, layer, x)
-        V, Q = _centred(a, f.value_rows), _centred(a, f.query_rows)  # spares digits
+        V, Q = centred_rows(a, f.value_rows), centred_rows(a, f.query_rows)  # spares digits
+        maps = score_map(a, layer, f)
         query = a.norm(QueryBlocks(f.p, V, Q)).amax(-1)
         sigma = a.norm(ValueCovariance(V, f.p))  # (b…, n), all heads together
         sigmas = a.norm(ValueCovariance(V.multiplied().unsqueeze(-3), f.p.unsqueeze(-3)))  # (b…, h, n)
-        apart = a.matrix_norm(sigmas.unsqueeze(-1) * f.key).sum(-1)
-        together = a.matrix_norm((sigma.unsqueeze(-1).unsqueeze(-3) * f.key).flatten(-3, -2))
-        key = apart.minimum(together)
+        key = maps.key_norm(sigmas).sum(-1).minimum(maps.joint_key_norm(sigma))
         return Evaluation(zeta + query + key, {"zeta": zeta, "query": query, "key": key, "sigma": sigmas.amax(-1)})
 
 
@@ -134,7 +139,7 @@ class YudinBall(Bound):
     """
 
     name = "yudin-ball"
-    score_terms = ("bias",)
+    score_terms = ("rotary", "bias")
     cost = "one norm of size nd x nd; for every node (about 6) norms of n x n and n x d matrices"
     reference: ClassVar[str] = "yudin2025; holdfast"
 
@@ -143,7 +148,7 @@ class YudinBall(Bound):
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         radii = a.number(eps)
-        nodes = nodes_for(radii)
+        nodes = nodes_for(radii, x.shape[-2:].numel())
         ball = on_nodes(a, layer, x, nodes)
         zeta = a.once("zeta", lambda: a.norm(ValueOperator(layer, x)))
         value = weighted(slope_on_balls(ball, zeta, layer.residual), a.lift(widths(nodes, radii)))
@@ -153,8 +158,8 @@ class YudinBall(Bound):
 def slope_on_balls(ball: OverBall[Array], zeta: Array, residual: float) -> Array:
     """(r, b…) L(r) >= ‖DF(Z)‖ (Theorem 5)."""
     a, f, r, C, lam = ball.a, ball.f, ball.r(1), ball.norm_C, ball.softmax_norm
-    V, Q = (_centred(a, rows).multiplied() for rows in (f.value_rows, f.query_rows))
-    moved = lam.amax(-1) * (a.matrix_norm(Q) + ball.norm_A * r * 2.0) + a.matrix_norm(lam.unsqueeze(-1) * f.key)
+    V = centred_rows(a, f.value_rows).multiplied()
+    moved = lam.amax(-1) * (ball.map.query_norm(centred=True) + ball.norm_A * r * 2.0) + ball.map.key_norm(lam)
     q = a.lift(ball.q)
     attention = a.matrix_norm(q).minimum(root(q.sum(-2).amax(-1)))  # rows of P sum to 1
     grown = zeta + (C * moved * r).sum(-1)

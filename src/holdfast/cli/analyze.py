@@ -39,9 +39,7 @@ def analyze(
     eps: Eps = "0.001,0.01,0.1",
     layers: Annotated[str | None, typer.Option(help="Which attention layers, such as 0,3-5. Default: all.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Cut longer texts to so many tokens.")] = None,
-    method: Annotated[
-        str | None, typer.Option(help="The bound; by default second-order, or cov for large layers.")
-    ] = None,
+    method: Annotated[str, typer.Option(help="The bound.")] = "second-order",
     guarantee: Annotated[Literal["proved", "numerical"], typer.Option(help="Of the bounds.")] = "numerical",
     proved_slope: Annotated[bool, typer.Option(help="Also prove the local constants from above.")] = False,
     attack: Annotated[bool, typer.Option(help="Also search perturbations that move the output far.")] = True,
@@ -55,8 +53,7 @@ def analyze(
     """Analyse every attention layer of a model: local constants, bounds, attacks, heads, and sensitive tokens."""
     began = time.perf_counter()
     radii, chosen = check_radii(read_eps(eps)), _read_layers(layers)
-    if method is not None:
-        bound_named(method)  # like the options above: refused before a model is loaded
+    bound_named(method)  # like the options above: refused before a model is loaded
     if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
         raise InputError(f"--plot is {str(plot)!r}; expected a name that ends in .png, .svg or .pdf")
     loaded = _load(model, text, image, tokens, demo, max_tokens, download)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Generic, final
 
 from holdfast.attention.layer import AttentionLayer, join_heads, merge_heads, project, split_heads
+from holdfast.errors import NotApplicableError
 from holdfast.linalg import Array
 from holdfast.linalg.rounding import as_ball
 
@@ -47,6 +48,8 @@ class AttentionPass(Generic[Array]):
     """
 
     def __init__(self, layer: AttentionLayer, u: Array) -> None:
+        if layer.beyond_dot_products is not None:
+            raise NotApplicableError(f"the derivatives of a network do not cover {layer.beyond_dot_products}")
         self._layer = layer
         self._u: Array = u
         w = layer.weights(u)

@@ -259,7 +259,8 @@ class _LayerExamination(_Examination):
             for bound in registry.values():
                 for guarantee in bound.guarantees:
                     self._bound(bound, guarantee, reached)
-        self._guarded("ingredients", self._ingredients)
+        if self._layer.beyond_dot_products is None:
+            self._guarded("ingredients", self._ingredients)
 
     # -- bounds
 

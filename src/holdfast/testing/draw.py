@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import replace
+from typing import TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from holdfast.testing.layers import Case, changed, make_case
+from holdfast.attention import HeadNorm
+from holdfast.attention.head_norm import Kind
+from holdfast.attention.rotary import Pairing
+from holdfast.testing.layers import Case, changed, make_case, turning
 
 T = TypeVar("T")
 
@@ -123,6 +127,41 @@ def _score_bias(case: Case, dice: Dice) -> Case:
     return Case(case.name, changed(case.layer, score_bias=2 * dice.normal(case.layer.h, n, n)), case.x)
 
 
+def _rotary(case: Case, dice: Dice) -> Case:
+    """Rotary positions: rotations of all entries or some, scaled ones, or any numbers; for all inputs or for each."""
+    layer, (b, n, _) = case.layer, case.x.shape
+    r = dice.pick(layer.k - layer.k % 2, 2) if layer.k > 1 else 0
+    batch = dice.pick((), (), (b,))
+    rotary = turning(3 * dice.normal(*batch, n, r // 2), dice.pick(*get_args(Pairing)))
+    factor = dice.pick(1.0, 1.0, 1.3, 0.5)
+    cos, sin = dice.pick(
+        *((factor * rotary.cos, factor * rotary.sin),) * 3, (2 * dice.normal(*batch, n, r), rotary.sin)
+    )
+    return Case(case.name, layer.replace(rotary=replace(rotary, cos=cos, sin=sin)), case.x)
+
+
+def _capped(case: Case, dice: Dice) -> Case:
+    """A soft cap, sinks, or both."""
+    cap, sinks = dice.pick((0.5, None), (3.0, None), (None, 1.0), (2.0, 3.0))
+    return Case(
+        case.name,
+        case.layer.replace(soft_cap=cap, sinks=None if sinks is None else sinks * dice.normal(case.layer.h)),
+        case.x,
+    )
+
+
+def _normed(case: Case, dice: Dice) -> Case:
+    """Normalised queries and keys, of each head or of all together."""
+    layer = case.layer
+    kind, across = dice.pick(*get_args(Kind)), dice.pick(False, True)
+
+    def norm(heads: int) -> HeadNorm:
+        shape = (heads, layer.k) if across else (layer.k,)
+        return HeadNorm(dice.normal(*shape), dice.pick(None, dice.normal(*shape)), dice.pick(1e-6, 0.1), kind, across)
+
+    return Case(case.name, layer.replace(q_norm=norm(layer.h), k_norm=norm(layer.g)), case.x)
+
+
 def _tiny_values(case: Case, dice: Dice) -> Case:
     return Case(case.name, changed(case.layer, w_v=case.layer.w_v * 1e-9), case.x)
 
@@ -142,6 +181,11 @@ _CHANGES: tuple[Callable[[Case, Dice], Case], ...] = (
     _unequal_heads,
     _scores_from_biases,
     _score_bias,
+    _rotary,
+    _rotary,
+    _rotary,
+    _capped,
+    _normed,
     _tiny_values,
     _huge_values,
 )

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from holdfast.attention import AttentionLayer
 from holdfast.attention.layer import Weights, project
-from holdfast.bounds.over_ball import OverBall, root
+from holdfast.attention.rows import Rows
+from holdfast.bounds.over_ball import OverBall
+from holdfast.bounds.score_map import root
 from holdfast.bounds.second_order import Curvature, curvature, direct_gain, integrate
 from holdfast.linalg import Array, Ball
 from holdfast.linalg.rounding import frobenius, lift
@@ -49,10 +51,14 @@ class Situation(Generic[Array]):
         self.p_between: Array = layer.probabilities(before + (scores - before) * t)
 
     def _queries(self, z: Array) -> Array:
-        return project(z, self.w.w_q, self.w.b_q)
+        return self.turned(project(z, self.w.w_q, self.w.b_q))
 
     def _keys(self, z: Array) -> Array:
-        return project(z, self.w.w_k, self.w.b_k)
+        return self.turned(project(z, self.w.w_k, self.w.b_k))
+
+    def turned(self, rows: Array) -> Array:
+        """Rows (…, h, n, k) at their positions."""
+        return rows if self.layer.rotary is None else self.layer.rotary.turn(rows)
 
     # -- moments over the keys
 
@@ -66,14 +72,16 @@ class Situation(Generic[Array]):
         off = f - (p * f).sum(-1, keepdim=True)
         return root((p * off.square()).sum(-1).sum(-2))
 
-    def spread(self, rows: Array, probabilities: Array) -> Array:
+    def spread(self, rows: Rows[Array], probabilities: Array) -> Array:
         """(…, n) the largest deviation of rows (…, h, n, m) along a unit vector: any vector gives a lower value."""
-        p, r = _middle(probabilities), _middle(rows)
-        off = (r.unsqueeze(-3) - (p @ r).unsqueeze(-2)).movedim(-4, -3).flatten(-3, -2)  # (…, n, h n, m)
+        p, every = _middle(probabilities), rows.for_every_query()
+        r = _middle(every)  # (…, h, i or 1, n, m)
+        off = (r - p.unsqueeze(-2) @ r).movedim(-4, -3).flatten(-3, -2)  # (…, n, h n, m)
         weight = p.movedim(-3, -2).flatten(-2, -1).unsqueeze(-1)
-        u = torch.linalg.eigh(off.mT @ (weight * off)).eigenvectors[..., -1].unsqueeze(-3)
-        unit = lift(u, rows)
-        return self.deviation(unit @ rows.mT, probabilities) / root(unit.square().sum(-1)).squeeze(-2)
+        u = torch.linalg.eigh(off.mT @ (weight * off)).eigenvectors[..., -1]
+        unit = lift(u, every)
+        along = (every @ unit.unsqueeze(-3).unsqueeze(-1)).squeeze(-1)
+        return self.deviation(along, probabilities) / root(unit.square().sum(-1))
 
     @cached_property
     def reach(self) -> Array:
@@ -88,9 +96,13 @@ class Situation(Generic[Array]):
 
     # -- derivatives at Z
 
+    def moved(self, g: Array) -> tuple[Array, Array]:
+        """(…, h, n, k) how queries and keys move along g."""
+        return self.turned(project(g, self.w.w_q, None)), self.turned(project(g, self.w.w_k, None))
+
     def slope(self, g: Array) -> Array:
         """(…, h, n, n) s' along g."""
-        dq, dk = project(g, self.w.w_q, None), project(g, self.w.w_k, None)
+        dq, dk = self.moved(g)
         return (dq @ self.key.mT + self.query @ dk.mT) * self.layer.scale
 
     def first(self, g: Array) -> Array:
@@ -101,8 +113,8 @@ class Situation(Generic[Array]):
     def second(self, g: Array, other: Array) -> Array:
         """(…, n, d_out) D²F(Z)[g, other] = Cov(s', v°) + Cov(s°, v') + Cov(s'°, v) + E[(s' - E)(s° - E)(v - E)]."""
         s, s_other = self.slope(g), self.slope(other)
-        dq, dk = project(g, self.w.w_q, None), project(g, self.w.w_k, None)
-        dq_other, dk_other = project(other, self.w.w_q, None), project(other, self.w.w_k, None)
+        dq, dk = self.moved(g)
+        dq_other, dk_other = self.moved(other)
         bent = (dq @ dk_other.mT + dq_other @ dk.mT) * self.layer.scale
         rows = self._covariance(s, other.unsqueeze(-3) @ self.c) + self._covariance(s_other, g.unsqueeze(-3) @ self.c)
         weight = self.p * self.centred(s) * self.centred(s_other)
@@ -170,7 +182,7 @@ def _score_movement(s: Situation[Array]) -> Array:
 
 def _bilinear(s: Situation[Array]) -> Array:
     """(Σ_l ‖G A_l Gᵀ‖_F²)^½."""
-    dq, dk = project(s.g, s.w.w_q, None), project(s.g, s.w.w_k, None)
+    dq, dk = s.moved(s.g)
     return frobenius(dq @ dk.mT * s.layer.scale, (-3, -2, -1))
 
 
@@ -190,12 +202,19 @@ INGREDIENTS: tuple[Ingredient, ...] = (
     Ingredient("q", lambda c: c.ball.q, lambda s: s.p),
     Ingredient("q between the scores", lambda c: c.ball.q, lambda s: s.p_between),
     Ingredient("softmax_norm", lambda c: c.ball.softmax_norm, _softmax_norm),
-    Ingredient("value_spread", lambda c: c.ball.value_spread, lambda s: s.spread(s.v, s.p)),
-    Ingredient("value_spread between the scores", lambda c: c.ball.value_spread, lambda s: s.spread(s.v, s.p_between)),
+    Ingredient("value_spread", lambda c: c.ball.value_spread, lambda s: s.spread(Rows(s.v), s.p)),
+    Ingredient(
+        "value_spread between the scores", lambda c: c.ball.value_spread, lambda s: s.spread(Rows(s.v), s.p_between)
+    ),
     Ingredient(
         "query_spread",
         lambda c: c.ball.query_spread,
-        lambda s: s.spread(s.key @ s.w.w_q.mT * s.layer.scale, s.p),
+        lambda s: s.spread(Rows(s.key * s.layer.scale, s.w.w_q.mT, s.layer.rotary), s.p),
+    ),
+    Ingredient(
+        "common_spread",
+        lambda c: c.ball.common_spread,
+        lambda s: s.deviation(s.slope(s.common), s.p) / root(s.common.square().sum(-1).amax(-1, keepdim=True)),
     ),
     Ingredient("score_spread", lambda c: c.ball.score_spread, lambda s: s.deviation(s.slope(s.g), s.p)),
     Ingredient("value_reach", lambda c: c.ball.value_reach, lambda s: s.reach),

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from holdfast.attention import AttentionLayer
+from holdfast.attention import AttentionLayer, HeadNorm, Rotary
+from holdfast.attention.rotary import Pairing
 
 if TYPE_CHECKING:
     import pytest
 
-_WEIGHTS = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o")
-_ARGUMENTS = (*_WEIGHTS, "scale", "residual", "mask", "causal", "rotary", "score_bias")
 _BATCH = 2
-_TYPICAL = ("wide output", "peaked attention", "more tokens than width", "fewer tokens, masked", "everything")
+_TYPICAL = (
+    "wide output",
+    "peaked attention",
+    "more tokens than width",
+    "fewer tokens, masked",
+    "everything",
+    "rotary, everything",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,18 +49,34 @@ class Case:
         scores = 1 + largest["w_q"] * largest["w_k"]
         return (1 + float(self.x.abs().max())) * scores * (1 + largest["w_v"] * largest["w_o"])
 
+    @property
+    def plain(self) -> bool:
+        """Whether the scores are one bilinear form of the tokens for each head, as in the papers."""
+        return self.layer.rotary is None and self.layer.beyond_dot_products is None
+
     def member(self, index: int) -> Case:
         """One input of the batch, without batch dimension."""
-        mask = self.layer.mask
-        own = mask if mask is None or mask.ndim == 2 else mask[index]
-        return Case(f"{self.name}[{index}]", self.layer.with_mask(own), self.x[index])
+        part = self.layer.part(self.x.shape[:1], index, index + 1)
+        own: dict[str, Any] = {}
+        if part.mask is not None and part.mask.ndim > 2:
+            own["mask"] = part.mask[0]
+        if part.score_bias is not None and part.score_bias.ndim > 3:
+            own["score_bias"] = part.score_bias[0]
+        if part.rotary is not None and part.rotary.batch:
+            own["rotary"] = replace(part.rotary, cos=part.rotary.cos[0], sin=part.rotary.sin[0])
+        return Case(f"{self.name}[{index}]", part.replace(**own), self.x[index])
 
     def permuted(self, order: Sequence[int]) -> Case:
         """The same tokens in another order; what each may attend to moves with them."""
         index = torch.tensor(list(order))
         allowed = self.layer.allowed(self.x.shape[-2])
-        mask = None if allowed is None else allowed[..., index, :][..., index]
-        return Case(f"{self.name}, permuted", changed(self.layer, mask=mask, causal=False), self.x[..., index, :])
+        moved: dict[str, Any] = {"mask": None if allowed is None else allowed[..., index, :][..., index]}
+        if (rotary := self.layer.rotary) is not None:
+            moved["rotary"] = replace(rotary, cos=rotary.cos[..., index, :], sin=rotary.sin[..., index, :])
+        if (bias := self.layer.score_bias) is not None:
+            moved["score_bias"] = bias[..., index, :][..., index]
+        layer = self.layer.replace(**moved, causal=False)
+        return Case(f"{self.name}, permuted", layer, self.x[..., index, :])
 
     def float(self) -> Case:
         """The layer and the inputs rounded to float32."""
@@ -62,7 +85,7 @@ class Case:
 
 def changed(layer: AttentionLayer, **arguments: Any) -> AttentionLayer:
     """The layer with some of its arguments replaced."""
-    return AttentionLayer(**({name: getattr(layer, name) for name in _ARGUMENTS} | arguments))
+    return layer.replace(**arguments)
 
 
 def parametrize(metafunc: pytest.Metafunc, chosen: Sequence[Case]) -> None:
@@ -90,6 +113,8 @@ def make_case(
     residual: float = 0.0,
     sharpness: float = 1.0,
     size: float = 1.0,
+    rotary: int = 0,
+    pairing: Pairing = "half",
 ) -> Case:
     """A random layer with two inputs.
 
@@ -109,6 +134,8 @@ def make_case(
         residual: of the layer.
         sharpness: factor of the query maps.
         size: factor of the inputs.
+        rotary: how many entries of a head are turned by random angles.
+        pairing: of these entries.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -125,7 +152,15 @@ def make_case(
     if mask is not None:
         shape = (n, n) if mask == "shared" else (_BATCH, n, n)
         allowed = (torch.rand(shape, generator=generator) < 0.5) | torch.eye(n, dtype=torch.bool)
-    return Case(name, AttentionLayer(**weights, scale=scale, residual=residual, mask=allowed, causal=causal), x)
+    turned = turning(3 * normal(n, rotary // 2), pairing) if rotary else None
+    options: dict[str, Any] = {"scale": scale, "residual": residual, "mask": allowed, "causal": causal}
+    return Case(name, AttentionLayer(**weights, **options, rotary=turned), x)
+
+
+def turning(angles: Float[Tensor, "*b n m"], pairing: Pairing = "half") -> Rotary:
+    """Rotations by the given angles of the pairs of entries."""
+    each = torch.cat([angles, angles], -1) if pairing == "half" else angles.repeat_interleave(2, -1)
+    return Rotary(each.cos(), each.sin(), pairing)
 
 
 def gaussian_case(
@@ -187,6 +222,11 @@ def cases(seed: int = 0) -> tuple[Case, ...]:
         make_case("tiny input", seed, size=1e-8),
         make_case("large input", seed, size=20.0),
         make_case("everything", seed, h=4, g=2, biases=True, mask="each", causal=True, residual=1.0),
+        make_case("rotary", seed, n=5, k=4, h=2, rotary=4),
+        make_case("partial rotary", seed, k=3, biases=True, rotary=2, pairing="interleaved", causal=True),
+        _capped(make_case("soft cap and sinks", seed, biases=True, mask="shared", residual=1.0)),
+        _normed(make_case("query-key norms", seed, k=4, h=4, g=2, biases=True, rotary=2)),
+        make_case("rotary, everything", seed, h=4, g=2, biases=True, mask="each", causal=True, residual=1.0, rotary=2),
     )
 
 
@@ -224,6 +264,20 @@ def _sink(case: Case) -> Case:
     return Case(
         case.name, changed(case.layer, b_q=4 * (x @ w_k)), torch.cat([x.expand(_BATCH, 1, -1), case.x[:, 1:]], 1)
     )
+
+
+def _capped(case: Case) -> Case:
+    """Scores are capped, and a logit of each head takes part in softmax."""
+    sinks = torch.linspace(-1, 1, case.layer.h, dtype=torch.float64)
+    return Case(case.name, case.layer.replace(soft_cap=1.5, sinks=sinks), case.x)
+
+
+def _normed(case: Case) -> Case:
+    """Queries and keys are normalised, the first ones before their positions turn them."""
+    layer = case.layer
+    weight = torch.linspace(0.5, 1.5, layer.k, dtype=torch.float64)
+    q_norm, k_norm = HeadNorm(weight, eps=0.1), HeadNorm(weight, weight, 0.1, "layer", after_rotation=True)
+    return Case(case.name, layer.replace(q_norm=q_norm, k_norm=k_norm), case.x)
 
 
 def _duplicates(case: Case) -> Case:

@@ -1,0 +1,71 @@
+"""What a language model's attention is like at a text: steep layers and heads, sinks, bounds, and bits for a cache.
+
+python examples/language_models.py smollm2 alice.txt --tokens 128
+python examples/language_models.py minilm alice.txt --tokens 128 --cache
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+
+import holdfast
+from holdfast.tracing.loading import load
+
+EPS = 0.01
+BITS = (2, 4, 6, 8, 10, 12)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", help="minilm, smollm2, or what `holdfast analyze` takes")
+    parser.add_argument("text", type=Path, help="a text file; its first tokens are taken")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--start", type=int, default=0, help="how many characters to skip")
+    parser.add_argument("--cache", action="store_true", help="the table of bits instead of that of layers")
+    parser.add_argument("--tolerance", type=float, default=0.1, help="of a quantised cache")
+    parser.add_argument("--every", type=int, default=1, help="take every so-manieth layer")
+    asked = parser.parse_args()
+    words = asked.text.read_text(encoding="utf-8")[asked.start : asked.start + 40 * asked.tokens]
+    loaded = load(asked.model, text=[words], max_tokens=asked.tokens)
+    traced = holdfast.trace(loaded.model, loaded.inputs)[:: asked.every]
+    cache(traced, asked.tolerance) if asked.cache else layers(traced)
+
+
+def layers(traced: list[holdfast.TracedLayer]) -> None:
+    """One line for each layer: steepness, sink, bound and attack."""
+    print("| layer | slope | steepest head | sink's share | largest of a head | bound / attack | bound, s |")
+    print("|---|---|---|---|---|---|---|")
+    for each in traced:
+        layer, x = each.layer.double(), each.x.double()
+        report = holdfast.attention_report(layer, x)
+        shares = (report.value_share + report.query_share + report.key_share)[0]
+        began = time.perf_counter()
+        bound = holdfast.bound(layer, x, EPS, "second-order", guarantee="numerical").value
+        seconds = time.perf_counter() - began
+        attained = holdfast.attack(layer, x, EPS, restarts=1, steps=2).lower
+        head, sinks = int(shares.argmax()), report.sink_share[0]
+        print(
+            f"| {each.name} | {float(report.slope[0]):.3g} | {head} ({float(shares[head]):.0%}) | "
+            f"{float(sinks.mean()):.0%} | {float(sinks.max()):.0%} | {float(bound / attained):.3f} | {seconds:.1f} |",
+            flush=True,
+        )
+
+
+def cache(traced: list[holdfast.TracedLayer], tolerance: float) -> None:
+    """Relative movement of the worst token by bits: actual / attacked / proved, and the bits for the tolerance."""
+    head = " | ".join(f"int{bits}: actual, proved" for bits in BITS)
+    print(f"| layer | {head} | bits for {tolerance:g}: actual, proved |\n|---|" + "---|" * (len(BITS) + 1))
+    for each in traced:
+        with torch.no_grad():
+            table = holdfast.cache_bits({each.name: (each.layer, each.x)}, tolerance, BITS)
+        (row,) = table.layers
+        cells = " | ".join(f"{row.movement[b][0]:.2g}, {row.movement[b][2]:.2g}" for b in BITS)
+        print(f"| {row.name} | {cells} | {row.actual or 'more'}, {row.proved or 'more'} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

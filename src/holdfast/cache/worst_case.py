@@ -1,0 +1,52 @@
+"""The exact worst case of a mean under softmax over a box of scores: a sort (docs/math/cache.md)."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from holdfast.linalg.rounding import UNIT
+
+_BLOCK = 2**23  # numbers that are sorted at once
+
+
+def largest_means(
+    scores: Float64[Tensor, "*b n m"], apart: Float64[Tensor, "*b n m"], values: Float64[Tensor, "*b m c"]
+) -> Float64[Tensor, "*b n c"]:
+    """The largest Σ_j p_j values_j over all scores within `apart` of the given ones, rounded up.
+
+    Σ_j w_j a_j / Σ_j w_j is monotone in every w_j, so it is largest at a vertex of the box: keys whose value is above
+    it have their largest weight, the others their least. Sorted by value, that is a cut, and every cut is tried.
+
+    Args:
+        scores: -inf where masked.
+        apart: half the width of the box, not negative.
+        values: a_j for every coordinate c, exact numbers.
+    """
+    batch, (n, m), c = scores.shape[:-2], scores.shape[-2:], values.shape[-1]
+    values = values.expand(*batch, m, c)
+    order = values.mT.argsort(-1, descending=True)  # (…, c, m)
+    a = values.mT.gather(-1, order)
+    top = (scores + apart).amax(-1, keepdim=True)
+    high, low = (scores + apart - top).exp(), (scores - apart - top).exp()
+    size = a.abs().amax((-2, -1), keepdim=True)  # (…, 1, 1)
+    found = torch.empty(*batch, n, c, dtype=torch.float64, device=scores.device)
+    step = max(1, _BLOCK // max(1, batch.numel() * c * m))
+    for start in range(0, n, step):
+        rows = slice(start, min(start + step, n))
+        place = order.unsqueeze(-3).expand(*batch, rows.stop - start, c, m)
+        up, down = (w[..., rows, None, :].expand_as(place).gather(-1, place) for w in (high, low))
+        ordered = a.unsqueeze(-3)
+        total_low, moment_low = down.sum(-1, keepdim=True), (down * ordered).sum(-1, keepdim=True)
+        gained = up - down
+        weight = total_low + gained.cumsum(-1)
+        moment = moment_low + (gained * ordered).cumsum(-1)
+        # A cut before the first key is never better than one behind it. Where the box is so wide that all weights of a
+        # cut may underflow, the largest value does.
+        mean = torch.where(weight > 1e-250, moment / weight, ordered[..., :1])
+        found[..., rows, :] = mean.amax(-1)
+    # The exponents are rounded, and so are the weights and their sums; a mean of numbers of this size moves by less
+    # than that. What underflowed is below 1e-50 of the rest.
+    exponents = (scores.masked_fill(scores == -torch.inf, 0.0).abs() + apart).amax((-2, -1), keepdim=True)
+    return found + size * (16 * (m + 64) * UNIT + 16 * UNIT * exponents + m * 1e-49)
