@@ -45,7 +45,7 @@ def fused_residual(pieces: Sequence[Piece]) -> Piece | Residual:
     if len(branch) == 1:
         (piece,) = branch
         if isinstance(piece, Attention) and piece.layer.residual == 0.0:
-            return Attention(changed(piece.layer, residual=1.0))
+            return Attention(piece.layer.replace(residual=1.0))
         if isinstance(piece, Mlp | KinkedMlp) and piece.residual == 0.0:
             return type(piece)(piece.w1, piece.b1, piece.activation, piece.w2, piece.b2, residual=1.0)
     return Residual(tuple(branch))
@@ -69,7 +69,7 @@ def _joint(a: Piece, b: Piece) -> Piece | None:
             h, k = a.layer.w_o.shape[:2]
             if b.w.shape[0] == h * k:
                 bias = b.b if bool(b.b.any()) else None
-                return Attention(changed(a.layer, w_o=b.w.reshape(h, k, -1), b_o=bias))
+                return Attention(a.layer.replace(w_o=b.w.reshape(h, k, -1), b_o=bias))
         case LayerNorm(), Scale() if b.factors.ndim == 1 and not bool(a.beta.any()) and bool((a.gamma == 1).all()):
             return LayerNorm(b.factors, a.beta, a.kappa)
         case RMSNorm(), Scale() if b.factors.ndim == 1 and bool((a.gamma == 1).all()):
@@ -130,10 +130,3 @@ def _bare(layer: AttentionLayer) -> bool:
         and layer.residual == 0.0
         and torch.equal(layer.w_o, torch.eye(c, dtype=torch.float64).reshape(h, k, c))
     )
-
-
-def changed(layer: AttentionLayer, **changes: object) -> AttentionLayer:
-    """The layer with some of its arguments changed."""
-    names = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o", "scale", "residual", "mask", "causal", "rotary")
-    fields = {name: getattr(layer, name) for name in (*names, "score_bias")}
-    return AttentionLayer(**(fields | changes))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from holdfast.attention import AttentionLayer
 from holdfast.attention.rotary import Rotary
-from holdfast.graph.fuse import changed, fused
+from holdfast.graph.fuse import fused
 from holdfast.network.affine import Affine
 from holdfast.network.attention import Attention
 from holdfast.network.base import Piece
@@ -142,4 +142,4 @@ def _cut_layer(layer: AttentionLayer, rows: Rows) -> AttentionLayer:
     rotary = None if turn is None else Rotary(turn.cos[..., rows, :], turn.sin[..., rows, :], turn.pairing)
     if mask is not None and bool(mask.all()):
         mask = None
-    return changed(layer, mask=mask, score_bias=bias, rotary=rotary)
+    return layer.replace(mask=mask, score_bias=bias, rotary=rotary)

@@ -18,7 +18,6 @@ from torch import Tensor, fx, nn
 from holdfast.attention import AttentionLayer
 from holdfast.errors import ConversionError, HoldfastError, InputError, UnsupportedAttentionError
 from holdfast.graph.export import Environment, ModelInputs, Program, Where, arguments, export, operator_name
-from holdfast.graph.fuse import changed
 from holdfast.graph.operators import MOVING, OPERATORS
 from holdfast.graph.reader import Reader
 from holdfast.graph.scores import Attended, Scores, UnknownAttentionError
@@ -299,7 +298,7 @@ class _Pass:
         if mapped is not None and mapped.map is not None:
             w_o, b_o = mapped.map.matrix, mapped.map.bias
             w_o = w_o.reshape(*layer.w_o.shape[:2], -1)
-            layer = changed(layer, w_o=w_o, b_o=b_o if bool(b_o.any()) else None)
+            layer = layer.replace(w_o=w_o, b_o=b_o if bool(b_o.any()) else None)
         error = _distance(one, layer, mapped, output)
         most = _TOLERANCE.get(output.dtype, 1e-5)
         if not error <= most:
