@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
     ),
     "reflections at the border": (
         with_(start=lambda self, x: functional.pad(x, (2, 2), mode="reflect")[..., 2:-2].roll(1, -1)),
-        "reflection_pad|.",
+        "reflection_pad",
     ),
     "batch mixing, alone": (with_(start=lambda self, x: 2 * x - x.mean(0)), "another input in the batch"),
     "the size of the batch, alone": (with_(start=lambda self, x: x * len(x)), "another input in the batch"),
@@ -192,7 +192,21 @@ REFUSED: dict[str, tuple[Build, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+#: Refused as others are, by an operator that is not known; or accepted as others are.
+SLOW = {
+    "relu6", "round", "sign", "floor division", "remainder", "sort", "maximum over tokens", "max pooling", "Fourier",
+    "an exponential", "softplus", "distances", "complex numbers", "reflections at the border", "a recurrent layer",
+    "probabilities renormalised", "normalised queries", "clamp from above", "clamp from below", "a loop on values",
+    "log softmax at the end", "softmax over heads", "a key of zeros", "some tokens attend", "twice relu", "abs",
+    "a fixed choice of tokens", "a mask of entries", "relu of relu", "tokens twice", "one token",
+}  # fmt: skip
+
+
+def quick_and_slow(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in names]
+
+
+@pytest.mark.parametrize("name", quick_and_slow(REFUSED))
 def test_what_cannot_be_proved_is_refused(name: str) -> None:
     build, words = REFUSED[name]
     model, example = stirred(build()), pictures() if "Holdfast" in name else tokens(1 if "alone" in name else 2)
@@ -284,7 +298,7 @@ ACCEPTED: dict[str, Build] = {
 }
 
 
-@pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.parametrize("name", quick_and_slow(ACCEPTED))
 def test_what_is_accepted_is_what_the_model_computes(name: str) -> None:
     images = "Holdfast" in name or "instances" in name
     check(stirred(ACCEPTED[name]()), pictures() if images else tokens())

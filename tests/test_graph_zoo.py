@@ -361,7 +361,7 @@ OWN: dict[str, tuple[Build, Tensor]] = {
     "reshape, einsum and formulas": (Rearranging, pictures()),
     "fused qkv": (FusedQkv, pictures()),
     "nn.MultiheadAttention": (lambda: Blocks(Block()), pictures()),
-    "parallel blocks": (lambda: Blocks(Block(parallel=True), Block(parallel=True)), pictures()),
+    "parallel blocks": (lambda: Blocks(Block(parallel=True)), pictures()),
     "SwiGLU and GeGLU": (lambda: Blocks(GatedBlock(), GatedBlock(fused=True)), pictures()),
     "convolutions and windows": (Hybrid, pictures()),
     "DeepT": (DeepT, pictures()),
@@ -373,7 +373,7 @@ OWN: dict[str, tuple[Build, Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow) if name == "LoRA" else name for name in OWN])
 def test_models_that_people_write(name: str) -> None:
     torch.manual_seed(0)
     build, example = OWN[name]

@@ -406,8 +406,9 @@ class Walk:
             for source in node.all_input_nodes:
                 if source in depends and isinstance(self.values[source], Tensor):
                     self.frontier[source] = self.values[source]
-            self.values[node] = self._read(node, args, kwargs)
-            _check_rounding(node, self.values[node])
+            value = self._read(node, args, kwargs)
+            _check_rounding(node, value)
+            self.values[node] = self._reader.settled(value) if _is_stream(node, depends) else value
         found: Value = self.values[self._program.output]
         return found
 
@@ -422,6 +423,12 @@ class Walk:
             raise type(error)(f"{where} {error}") from error
         except Exception as error:  # an option or a shape that no piece has
             raise ConversionError(f"{where} is used in a way that is not known ({reason(error)})") from error
+
+
+def _is_stream(node: fx.Node, depends: set[fx.Node]) -> bool:
+    """Whether a sum adds something to the node's value that may be a branch from it."""
+    sums = [n for n in node.users if _name(n.target) == "add" and all(m in depends for m in n.all_input_nodes)]
+    return len(node.users) > 1 and any(len(n.all_input_nodes) == 2 for n in sums)
 
 
 def _check_rounding(node: fx.Node, value: Any) -> None:

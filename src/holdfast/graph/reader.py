@@ -124,6 +124,12 @@ class Reader:
         assert found is not None
         return found
 
+    def settled(self, x: Value) -> Value:
+        """Tokens (1, n, d) as a point of their own, so that a branch and what it is added to begin at the same one."""
+        if not isinstance(x, Moving) or len(x.shape) != 3 or x.is_point():
+            return x
+        return structure.matrix_of(x).view(x.shape)
+
     # -- sums and products
 
     def add(self, a: Value, b: Value, alpha: float = 1.0) -> Value:
