@@ -14,7 +14,6 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 
 from graph_cases import check, pictures, stirred, tokens
-from holdfast.errors import NotApplicableError
 
 Build = Callable[[], nn.Module]
 
@@ -27,7 +26,6 @@ PADDED = {"input_ids": torch.tensor([[5, 9, 12, 0, 0]] * 2), "attention_mask": t
 PLAIN = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 
 slow = pytest.mark.slow
-rotary = pytest.mark.xfail(raises=NotApplicableError, reason="no composition covers rotary positions")
 
 HUGGING_FACE = [
     ("ViT", "ViTForImageClassification", "ViTConfig", PIXELS, pictures()),
@@ -44,11 +42,11 @@ HUGGING_FACE = [
      {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 30, "n_positions": 16, "num_labels": 3, "pad_token_id": 0},
      PADDED, marks=slow),
     pytest.param("Llama", "LlamaForCausalLM", "LlamaConfig",
-     DECODER | {"num_key_value_heads": 1, "tie_word_embeddings": True}, PADDED, marks=rotary),
+     DECODER | {"num_key_value_heads": 1, "tie_word_embeddings": True}, PADDED),
     pytest.param("Qwen2", "Qwen2ForCausalLM", "Qwen2Config",
-     DECODER | {"num_key_value_heads": 2}, PLAIN, marks=(slow, rotary)),
+     DECODER | {"num_key_value_heads": 2}, PLAIN, marks=slow),
     pytest.param("Mistral", "MistralForSequenceClassification", "MistralConfig",
-     DECODER | {"num_key_value_heads": 1}, PADDED, marks=(slow, rotary)),
+     DECODER | {"num_key_value_heads": 1}, PADDED, marks=slow),
 ]  # fmt: skip
 
 

@@ -326,8 +326,6 @@ def _weights(q: _Heads, k: _Heads, v: _Heads, scale: float) -> tuple[dict[str, A
         if name in tensors:
             tensors[name] = tensors[name][:: h // groups].contiguous()
     width = tensors["w_v"].shape[-1]
-    if width != tensors["w_q"].shape[-1]:
-        _refuse(f"values have width {width}, queries {tensors['w_q'].shape[-1]}; expected the same")
     tensors["w_o"] = torch.eye(h * width, dtype=torch.float64).reshape(h, width, h * width)
     return tensors, scale
 
