@@ -1,0 +1,183 @@
+"""Margins of a network over a ball or a box, from below (docs/math/forms.md).
+
+    forms = Margins(network, x)                 # x (n, d) the centre; an l2 ball around it
+    forms = Margins(network, x, shape=h)        # the box |G| <= scale · h around it, h (n, d) >= 0
+    found = forms.at(scale)                     # Lower: .least, .margins, .losses
+
+The radius of the ball, or the size of the box, is the scale: what does not depend on it is computed once. `over_box`
+proves margins between lower and upper ends of the input's coordinates.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from holdfast.errors import NotApplicableError
+from holdfast.network.attention import Attention
+from holdfast.network.base import LinearPiece
+from holdfast.network.forms.kinks import KinkedPerceptron, jump
+from holdfast.network.forms.least import least
+from holdfast.network.forms.local import Local, Problem, Size
+from holdfast.network.forms.region import Region
+from holdfast.network.forms.softmax import Softmax
+from holdfast.network.forms.walk import Covectors, Place, Walk
+from holdfast.network.mlp import KinkedMlp
+from holdfast.network.network import Network
+
+_STEPS = 8  # improvements of the kinks' parameters
+
+
+def refusal(network: Network) -> str | None:
+    """Names what has no forms, or None."""
+    for piece in network.pieces():
+        if isinstance(piece, LinearPiece):
+            continue
+        if isinstance(piece, Attention):
+            if piece.layer.rotary is not None:
+                return "Attention with rotary positions has no forms"
+        elif not (isinstance(piece, KinkedMlp) and jump(piece.activation) is not None):
+            return f"{type(piece).__name__} has no forms"
+    return None
+
+
+@final
+@dataclass(frozen=True)
+class Lower:
+    """Lower bounds of the margins over a region.
+
+    Attributes:
+        margins: (classes) of f_y - f_j; infinite for j = y.
+        least: the smallest of them.
+        losses: of the margin that is smallest, what was taken off its value at the centre, by name.
+    """
+
+    margins: Tensor
+    least: float
+    losses: dict[str, float]
+
+
+@final
+class Margins:
+    """The margins at one input.
+
+    Args:
+        network: the classifier.
+        x: (n, d) float64, the centre.
+        shape: (n, d) half-widths of a box; None for an l2 ball.
+    """
+
+    def __init__(self, network: Network, x: Float64[Tensor, "n d"], shape: Float64[Tensor, "n d"] | None = None) -> None:
+        reason = refusal(network)
+        if reason is not None:
+            raise NotApplicableError(f"{network.name} has no forms: {reason}")
+        with torch.no_grad():
+            self.walk = walk = Walk(network, x.double())
+            half = torch.ones(x.numel(), dtype=torch.float64) if shape is None else shape.double().flatten()
+            self.region = Region.of(walk.beginning(), half, shape is not None)
+            for i in walk.curved:
+                walk.places[i].local = _local(walk.places[i])
+            self._margins = walk.pulled(walk.rows, len(walk.places), self.region)
+            self._pull_functions()
+            self._prepare()
+
+    @property
+    def prediction(self) -> int:
+        return self.walk.prediction
+
+    def _pull_functions(self) -> None:
+        """From the last place to the first, so that each knows which of its output's tokens matter."""
+        self._functions: dict[int, tuple[Covectors, Tensor]] = {}
+        batches = [self._margins]
+        for i in reversed(self.walk.curved):
+            local = self._local(i)
+            seen = torch.stack([(batch.at[i] != 0).any(-1).any(0) for batch in batches if i in batch.at]).any(0)
+            C, error = local.covectors(seen.nonzero().squeeze(-1))
+            found = self.walk.pulled(C, i, self.region)
+            self._functions[i] = found, error
+            batches.append(found)
+
+    def _prepare(self) -> None:
+        self._prepared: dict[int, dict[int, Any]] = {}
+        for i in self.walk.curved:
+            functions, _ = self._functions[i]
+            self._prepared[i] = {l: self._local(l).prepare(mu) for l, mu in functions.at.items()}
+            self._local(i).place(functions.X, self.region.supremum(functions.X))
+        self._ends = {l: self._local(l).prepare(mu) for l, mu in self._margins.at.items()}
+
+    def _local(self, i: int) -> Local:
+        local = self.walk.places[i].local
+        assert local is not None
+        return local
+
+    # -- at a scale
+
+    def at(self, scale: float, classes: list[int] | None = None) -> Lower:
+        """Lower bounds of the margins over the region of this scale; of those that are named, or of all."""
+        with torch.no_grad():
+            moved = self._settle(scale)
+            return self._lower(scale, moved, classes)
+
+    def _settle(self, scale: float) -> Tensor:
+        """Bounds of ‖δ‖ at all places, and at the features; every local learns of the scale."""
+        size = Size(scale, self.region.radius * scale * (1 + 1e-14))
+        moved = torch.zeros(len(self.walk.places) + 1, dtype=torch.float64)
+        u = self.region.reach * scale
+        for members, skip, _ in self.walk.stages:
+            v = u
+            for i in members:
+                moved[i] = v
+                place = self.walk.places[i]
+                if isinstance(place.piece, LinearPiece):
+                    v = v * _norm(place.piece) * (1 + 1e-12)
+                else:
+                    v = self._settle_one(i, size, moved)
+            u = (u + v) * (1 + 1e-12) if skip else v
+        moved[-1] = u
+        return moved
+
+    def _settle_one(self, i: int, size: Size, moved: Tensor) -> float:
+        functions, error = self._functions[i]
+        low = high = functions.tiny(size.scale, moved[:-1]) + error * moved[i]
+        for l, prepared in self._prepared[i].items():
+            below, above = self._local(l).range(prepared)
+            low, high = low + below, high + above
+        grown = 1 + 1e-10
+        return self._local(i).settle(size, low * grown, high * grown, float(moved[i]))
+
+    def _lower(self, scale: float, moved: Tensor, classes: list[int] | None) -> Lower:
+        walk = self.walk
+        tiny = self._margins.tiny(scale, moved[:-1]) + walk.row_error * moved[-1]
+        margins = torch.full((len(walk.others) + 1,), math.inf, dtype=torch.float64)
+        worst: tuple[float, dict[str, float]] = math.inf, {}
+        for s, j in enumerate(walk.others):
+            if classes is not None and j not in classes:
+                continue
+            problem = Problem.of(float(walk.margins[s]), self._margins.X[s])
+            problem.lose("rounding", float(tiny[s]) * (1 + 1e-12))
+            for l, prepared in self._ends.items():
+                self._local(l).take(prepared, s, problem, None)
+            found, point = least(problem, self.region, scale, _STEPS)
+            margins[j] = found
+            if found < worst[0]:
+                worst = found, problem.breakdown(point, float(walk.margins[s]) - found)
+        return Lower(margins, worst[0], worst[1])
+
+
+def _local(place: Place) -> Local:
+    if isinstance(place.piece, Attention):
+        return Softmax(place.piece, place.u)
+    assert isinstance(place.piece, KinkedMlp)
+    return KinkedPerceptron(place.piece, place.u)
+
+
+def _norm(piece: LinearPiece) -> float:
+    from holdfast.bounds.arithmetic import Proved
+
+    a = Proved()
+    return float(a.number(piece.norm(a)))
