@@ -25,7 +25,7 @@ from holdfast.network.forms.local import THETA, Local, Problem, Size
 from holdfast.network.forms.suprema import Squares
 from holdfast.network.mlp import KinkedMlp
 
-_FLAT = (0.1, 0.3, 1.0)  # the least distance of x₀ from t', as shares of half the reach
+_FLAT = (0.2, 0.8)  # the least distance of x₀ from t', as shares of half the reach
 
 
 def jump(activation: Activation) -> float | None:

@@ -72,13 +72,13 @@ def _guess(q: Quadratic, region: Region, scale: float) -> tuple[float, Tensor]:
     if region.box:
         mu, y = _cube_point(q, region, scale)
         b = region.basis.mT @ y
-        F = q.F @ b
-        lost = (region.basis @ (q.g + 2 * F + mu * b) + mu * (y - region.basis @ b)).abs().sum() * scale
-        return q.value - float(lost + b @ F + mu * y.square().sum() / 2) - mu * len(y) * scale**2 / 2, b
+        Fb = q.F @ b
+        slope = float((region.basis @ (q.g + 2 * Fb) + mu * y).abs().sum()) * scale
+        return q.value - slope - float(b @ Fb) - mu * (float(y @ y) + len(y) * scale**2) / 2, b
     mu, b = _ball_point(q, r)
-    return q.value - float(torch.linalg.vector_norm(2 * q.F @ b + mu * b + q.g) * r + b @ (q.F @ b)) - mu * float(
-        b @ b
-    ) / 2 - mu * r * r / 2, b
+    Fb = q.F @ b
+    slope = float(torch.linalg.vector_norm(2 * Fb + mu * b + q.g)) * r
+    return q.value - slope - float(b @ Fb) - mu * (float(b @ b) + r * r) / 2, b
 
 
 def _ball_point(q: Quadratic, r: float) -> tuple[float, Tensor]:
@@ -152,42 +152,44 @@ def _plus(H: Tensor, mu: float) -> Tensor:
 
 
 def _proved(q: Quadratic, region: Region, scale: float) -> float:
-    """For any μ >= 0 with C = 2F + μ ⪰ 0 and any z, g·b + bᵀFb >= (Cz + g)·b - ½zᵀCz - ½μ‖b‖²: with all roundings."""
-    r = region.radius * scale * (1 + 1e-14)
+    """The value at any μ >= 0 with 2F + μ ⪰ 0 and at any point, with all roundings.
+
+    On the ball, g·b + bᵀFb >= (Cz + g)·b - ½zᵀCz - ½μ‖b‖² with C = 2F + μ and any z. On the cube the same is said of
+    y, with VCVᵀ + μ(I - VVᵀ) in the place of C, so that the first term is bounded coordinate by coordinate.
+    """
     if not bool(torch.isfinite(q.F).all() & torch.isfinite(q.g).all()) or not math.isfinite(q.value):
         return -math.inf
+    r = region.radius * scale * (1 + 1e-14)
+    mu, point = _cube_point(q, region, scale) if region.box else _ball_point(q, r)
     H = q.F + q.F.mT
-    mu, y = _cube_point(q, region, scale) if region.box else _ball_point(q, r)
-    z = region.basis.mT @ y if region.box else y
-    C, defect = _semidefinite(H, mu)
-    if C is None:
-        return -math.inf
-    mu_used = float(C[0])
-    matrix = C[1]
-    Cz = Ball.exact(matrix) @ Ball.exact(z.unsqueeze(-1))
-    bent = (Cz.mT @ z.unsqueeze(-1)).squeeze(-1).squeeze(-1)
-    extra = defect + 2 * q.rounding + 4 * UNIT * (float(matrix.diagonal().abs().max()) + mu_used)
+    mu, defect = _semidefinite(H, mu)
+    V, z = Ball.exact(region.basis), Ball.exact(point.unsqueeze(-1))
+    b = V.mT @ z if region.box else z
+    Hb = Ball.exact(H) @ b
+    bent = (b.mT @ Hb + z.mT @ z * mu).squeeze(-1).squeeze(-1)
+    left = V @ (Hb + q.g.unsqueeze(-1)) + z * mu if region.box else Hb + q.g.unsqueeze(-1) + z * mu
     if region.box:
-        # (Cz + g)·Vᵀy: the coordinates of the cube are bounded one by one.
-        row = region.basis @ Ball.exact((Cz.mid.squeeze(-1) + q.g))
-        raise NotImplementedError(row)
-    left = Cz + q.g.unsqueeze(-1)
-    slope = float(frobenius_upper(left.mid, (-2, -1)) + frobenius_upper(left.rad, (-2, -1)))
-    lost = (slope + q.tilt) * r + float(bent.upper) / 2 + (mu_used + extra) * r * r / 2
-    return q.value - lost * (1 + 1e-14) - 1e-15 * abs(q.value) if lost > 0 else q.value - lost
+        slope = float((left.mid.abs() + left.rad).sum()) * scale * (1 + 1e-10)
+        # ‖Vᵀy‖² <= R²/P ‖y‖², and ‖y‖² <= P scale².
+        bowl = mu * r * r
+    else:
+        slope = float(frobenius_upper(left.mid) + frobenius_upper(left.rad)) * r
+        bowl = mu * r * r
+    unsure = (defect + 2 * q.rounding) * r * r
+    lost = slope + q.tilt * r + float(bent.upper) / 2 + (bowl + unsure) / 2
+    return q.value - lost - 1e-13 * (abs(q.value) + abs(slope) + abs(float(bent.upper)) + bowl)
 
 
-def _semidefinite(H: Tensor, mu: float) -> tuple[tuple[float, Tensor] | None, float]:
-    """(μ', H + μ' as computed) with μ' at or a little above μ, and a bound of how far below zero it may reach."""
+def _semidefinite(H: Tensor, mu: float) -> tuple[float, float]:
+    """A μ at or a little above the given one, and a bound of how far H + μ may reach below zero."""
     size = float(H.diagonal().abs().max()) + abs(mu)
-    for attempt in range(8):
+    for attempt in range(10):
         A = _plus(H, mu)
         L, info = torch.linalg.cholesky_ex(A)
         if int(info) == 0 and bool(torch.isfinite(L).all()):
             L = L.tril()
-            R = A - L @ L.mT
-            product = float(frobenius_upper(L)) ** 2
-            residual = float(frobenius_upper(R))
-            return (mu, A), (residual + gamma(len(A) + 2) * (product + residual)) * (1 + 1e-12)
+            residual, product = float(frobenius_upper(A - L @ L.mT)), float(frobenius_upper(L)) ** 2
+            rounded = 2 * UNIT * float(A.diagonal().abs().max())  # the diagonal of A
+            return mu, (residual + gamma(len(A) + 2) * (product + residual) + rounded) * (1 + 1e-12)
         mu += size * 10.0 ** (attempt - 13)
-    return None, math.inf
+    return mu, math.inf

@@ -1,12 +1,4 @@
-"""Margins of a network over a ball or a box, from below (docs/math/forms.md).
-
-    forms = Margins(network, x)                 # x (n, d) the centre; an l2 ball around it
-    forms = Margins(network, x, shape=h)        # the box |G| <= scale · h around it, h (n, d) >= 0
-    found = forms.at(scale)                     # Lower: .least, .margins, .losses
-
-The radius of the ball, or the size of the box, is the scale: what does not depend on it is computed once. `over_box`
-proves margins between lower and upper ends of the input's coordinates.
-"""
+"""Margins of a network over a ball or a box, from below (docs/math/forms.md)."""
 
 from __future__ import annotations
 
@@ -18,7 +10,10 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from holdfast.errors import NotApplicableError
+from holdfast.bounds.arithmetic import Proved
+from holdfast.errors import InputError, MemoryLimitError, NotApplicableError
+from holdfast.linalg.certified import GIB
+from holdfast.linalg.rounding import up
 from holdfast.network.attention import Attention
 from holdfast.network.base import LinearPiece
 from holdfast.network.forms.kinks import KinkedPerceptron, jump
@@ -30,6 +25,7 @@ from holdfast.network.forms.walk import Covectors, Place, Walk
 from holdfast.network.mlp import KinkedMlp
 from holdfast.network.network import Network
 
+_MEMORY = 4 * GIB
 _STEPS = 8  # improvements of the kinks' parameters
 
 
@@ -76,9 +72,11 @@ class Margins:
         reason = refusal(network)
         if reason is not None:
             raise NotApplicableError(f"{network.name} has no forms: {reason}")
+        self._seen: dict[float, Lower] = {}
         with torch.no_grad():
             self.walk = walk = Walk(network, x.double())
             half = torch.ones(x.numel(), dtype=torch.float64) if shape is None else shape.double().flatten()
+            _check_size(walk)
             self.region = Region.of(walk.beginning(), half, shape is not None)
             for i in walk.curved:
                 walk.places[i].local = _local(walk.places[i])
@@ -108,6 +106,7 @@ class Margins:
             functions, _ = self._functions[i]
             self._prepared[i] = {l: self._local(l).prepare(mu) for l, mu in functions.at.items()}
             self._local(i).place(functions.X, self.region.supremum(functions.X))
+        self._slopes = self.region.supremum(self._margins.X)
         self._ends = {l: self._local(l).prepare(mu) for l, mu in self._margins.at.items()}
 
     def _local(self, i: int) -> Local:
@@ -117,11 +116,12 @@ class Margins:
 
     # -- at a scale
 
-    def at(self, scale: float, classes: list[int] | None = None) -> Lower:
-        """Lower bounds of the margins over the region of this scale; of those that are named, or of all."""
-        with torch.no_grad():
-            moved = self._settle(scale)
-            return self._lower(scale, moved, classes)
+    def at(self, scale: float) -> Lower:
+        """Lower bounds of the margins over the region of this scale."""
+        if scale not in self._seen:
+            with torch.no_grad():
+                self._seen[scale] = self._lower(scale, self._settle(scale))
+        return self._seen[scale]
 
     def _settle(self, scale: float) -> Tensor:
         """Bounds of ‖δ‖ at all places, and at the features; every local learns of the scale."""
@@ -150,23 +150,49 @@ class Margins:
         grown = 1 + 1e-10
         return self._local(i).settle(size, low * grown, high * grown, float(moved[i]))
 
-    def _lower(self, scale: float, moved: Tensor, classes: list[int] | None) -> Lower:
+    def _lower(self, scale: float, moved: Tensor) -> Lower:
+        """The margins in order of a cheap bound; a trust-region problem for those that it leaves in question."""
         walk = self.walk
-        tiny = self._margins.tiny(scale, moved[:-1]) + walk.row_error * moved[-1]
+        tiny = (self._margins.tiny(scale, moved[:-1]) + walk.row_error * moved[-1]) * (1 + 1e-12)
+        first = self._slopes * scale
+        lost = tiny + first
+        for l, prepared in self._ends.items():
+            lost = lost + self._local(l).range(prepared)[0]
+        cheap = walk.margins - lost * (1 + 1e-10) - walk.margins.abs() * 1e-15
         margins = torch.full((len(walk.others) + 1,), math.inf, dtype=torch.float64)
-        worst: tuple[float, dict[str, float]] = math.inf, {}
-        for s, j in enumerate(walk.others):
-            if classes is not None and j not in classes:
-                continue
+        margins[walk.others] = cheap
+        worst, losses = math.inf, {"first order": float(first.amax())}
+        for s in cheap.argsort().tolist():
+            if float(cheap[s]) >= worst or worst <= 0:
+                break
             problem = Problem.of(float(walk.margins[s]), self._margins.X[s])
-            problem.lose("rounding", float(tiny[s]) * (1 + 1e-12))
+            problem.lose("rounding", float(tiny[s]))
             for l, prepared in self._ends.items():
                 self._local(l).take(prepared, s, problem, None)
             found, point = least(problem, self.region, scale, _STEPS)
-            margins[j] = found
-            if found < worst[0]:
-                worst = found, problem.breakdown(point, float(walk.margins[s]) - found)
-        return Lower(margins, worst[0], worst[1])
+            found = max(found, float(cheap[s]))
+            margins[walk.others[s]] = found
+            if not found >= worst:
+                worst, losses = found, problem.breakdown(point, float(walk.margins[s]) - found)
+        return Lower(margins, worst, losses)
+
+
+def margins_over_box(network: Network, lower: Float64[Tensor, "n d"], upper: Float64[Tensor, "n d"]) -> Lower:
+    """Lower bounds of all margins over the box between `lower` and `upper`, expanded around its middle.
+
+    Args:
+        network: the classifier.
+        lower: (n, d) lower ends of the input's coordinates.
+        upper: (n, d) upper ends; equal to the lower ones for a coordinate that is fixed.
+    """
+    if lower.shape != upper.shape or lower.ndim != 2 or not bool((lower <= upper).all()):
+        raise InputError(
+            f"lower has shape {tuple(lower.shape)} and upper {tuple(upper.shape)}; expected two (n, d) with lower <= upper"
+        )
+    low, high = lower.double(), upper.double()
+    middle = (low + high) / 2
+    half = torch.maximum(high - middle, middle - low)
+    return Margins(network, middle, shape=torch.where(half > 0, up(half), half)).at(1.0)
 
 
 def _local(place: Place) -> Local:
@@ -176,8 +202,21 @@ def _local(place: Place) -> Local:
     return KinkedPerceptron(place.piece, place.u)
 
 
-def _norm(piece: LinearPiece) -> float:
-    from holdfast.bounds.arithmetic import Proved
+def _check_size(walk: Walk) -> None:
+    """Refuses what would not fit: a covector of a whole place for each of its scalars."""
+    for i in walk.curved:
+        n, d = walk.places[i].u.shape
+        piece = walk.places[i].piece
+        layer = piece.layer if isinstance(piece, Attention) else None
+        scalars = n * (3 * d + layer.h * n) if layer is not None else n * 4 * d
+        need = 8.0 * 4 * scalars * n * d
+        if need > _MEMORY:
+            raise MemoryLimitError(
+                f"forms follows {scalars} scalars of {n} x {d} numbers each and needs about {need / GIB:.1f} GiB; "
+                f"it takes at most {_MEMORY / GIB:.0f} GiB: use gains, or perturb a later layer"
+            )
 
+
+def _norm(piece: LinearPiece) -> float:
     a = Proved()
     return float(a.number(piece.norm(a)))

@@ -27,6 +27,8 @@ from holdfast.network.forms.local import THETA, Local, Problem, Size
 from holdfast.network.forms.suprema import Quadratic, Squares, shared
 
 _SMALL = 1e-100
+_FINE = 256  # up to so many logits every head's row is a block of its own
+_HEAVY = 1e9  # products beyond which bilinear parts of a margin are bounded by numbers
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,9 @@ class Softmax(Local):
         self._logit_gram = self._L @ self._L.mT  # (h, i, j, j')
         self._logit_length = _length(self._L, 1)
         flat = self._L.reshape(-1, width)
-        self._logits = Squares(flat, torch.arange(h * rows).repeat_interleave(n))
+        heads = torch.arange(h * rows) if len(flat) <= _FINE else torch.arange(rows).repeat(h)
+        self._logits = Squares(flat, heads.repeat_interleave(n))
+        self._second: dict[tuple[int, int], Tensor] = {}
         self._bilinear()
         self._together = [_together(x.reshape(-1, width)) for x in (self._Q, self._K, self._V, self._L)]
 
@@ -246,45 +250,61 @@ class Softmax(Local):
         on_l, on_b, _ = self._weights(prepared)
         spread = on_l * (1 + self._rest_l / self._logit.clamp(min=_SMALL))
         form = r * r * self._logits.most(spread.flatten(1))
-        keys = torch.einsum("shij,hijl,shil->shi", on_b, self._key_inner, on_b).clamp(min=0.0) ** 0.25
-        keys = r * keys + (on_b * self._rest_centred.square()).sum(-1).sqrt()
-        bent = torch.minimum((on_b * self._most_b).sum(-1), self._most_query * on_b.sum(-1).sqrt() * keys).sum((1, 2))
-        found = (prepared.bent * (r * r) + form + bent + self._numbers(prepared, on_l)) * (1 + 1e-9)
+        found = (prepared.bent * (r * r) + form + self._bent_numbers(on_b) + self._numbers(prepared, on_l)) * (1 + 1e-9)
         return found, found
 
     def take(self, prepared: Rows, s: int, problem: Problem, varying: Tensor | None) -> None:
         one = Rows(*(x[s : s + 1] for x in vars(prepared).values()))
-        h, rows, n, width = self._L.shape
-        p, L = self._pr, self._L.reshape(-1, width)
-        g, m = one.g[0], one.m[0]
-        # Q₂ as it is.
-        left = torch.cat([self._Q.reshape(-1, width), L])
-        keys = torch.einsum("hij,hjkp->hikp", p * g, self._K).reshape(-1, width)
-        values = torch.einsum("hik,hjkp->hijp", m, self._V) + g.unsqueeze(-1) * self._L / 2
-        right = torch.cat([keys, (p.unsqueeze(-1) * values).reshape(-1, width)])
-        form = left.mT @ right
+        width = self._L.shape[-1]
+        L = self._L.reshape(-1, width)
         rounding = float((one.size[0] * self._second_size()).sum()) * 32 * self._theta
-        problem.add("second order", (form + form.mT) / 2, rounding)
+        problem.add("second order", self._second_order(one, (id(prepared), s)), rounding)
         # The rest.
         on_l, on_b, _ = (x[0] for x in self._weights(one))
         weight = (on_l * (1 + self._rest_l / self._logit.clamp(min=_SMALL))).flatten()
         form = (L * weight.unsqueeze(-1)).mT @ L
+        numbers = float(self._numbers(one, on_l.unsqueeze(0)))
+        if self._centred_K.numel() * width <= _HEAVY:
+            bent, more = self._bent(on_b)
+            form, numbers = form + bent, numbers + more
+        else:
+            numbers += float(self._bent_numbers(on_b.unsqueeze(0)))
+        problem.add("attention rest", -form, float(torch.trace(form)) * 1e-9)
+        problem.lose("carried rests", numbers * (1 + 1e-9))
+
+    def _second_order(self, one: Rows, key: tuple[int, int]) -> Tensor:
+        """The matrix of Q₂, which does not depend on the scale."""
+        if key not in self._second:
+            width, p, g, m = self._L.shape[-1], self._pr, one.g[0], one.m[0]
+            left = torch.cat([self._Q.reshape(-1, width), self._L.reshape(-1, width)])
+            keys = torch.einsum("hij,hjkp->hikp", p * g, self._K).reshape(-1, width)
+            values = torch.einsum("hik,hjkp->hijp", m, self._V) + g.unsqueeze(-1) * self._L / 2
+            form = left.mT @ torch.cat([keys, (p.unsqueeze(-1) * values).reshape(-1, width)])
+            self._second[key] = (form + form.mT) / 2
+        return self._second[key]
+
+    def _bent(self, on_b: Tensor) -> tuple[Tensor, float]:
+        """Σ w_ij |b_ij| as a form and a number: |b_ij| <= (κ‖q_i‖² + ‖k_ij‖²/κ)/2, k_ij less its mean."""
+        width, k = self._L.shape[-1], self._Q.shape[2]
         ratio = (self._key + self._rest_centred).amax(-1) / self._most_query.clamp(min=_SMALL)  # (h, i)
         usable = (self._most_query > 0) & (ratio > 0)
-        on_q = (on_b.sum(-1) * ratio / 2) * usable
+        on_q = on_b.sum(-1) * ratio / 2 * usable
         on_k = on_b / (2 * ratio.clamp(min=_SMALL)).unsqueeze(-1) * usable.unsqueeze(-1)
         share_q = self._query_rest / self._query.clamp(min=_SMALL)
         share_k = self._rest_centred / self._key.clamp(min=_SMALL)
         Q, K = self._Q.reshape(-1, width), self._centred_K.reshape(-1, width)
-        k = self._Q.shape[2]
         wide_q = (on_q * (1 + share_q)).unsqueeze(-1).expand(-1, -1, k).reshape(-1, 1)
         wide_k = (on_k * (1 + share_k)).unsqueeze(-1).expand(-1, -1, -1, k).reshape(-1, 1)
-        form = form + (Q * wide_q).mT @ Q + (K * wide_k).mT @ K
-        problem.add("attention rest", -form, float(torch.trace(form)) * 1e-9)
-        numbers = float((on_q * self._query_rest * (self._query_rest + self._query)).sum())
-        numbers += float((on_k * self._rest_centred * (self._rest_centred + self._key)).sum())
-        numbers += float(self._numbers(one, on_l.unsqueeze(0)))
-        problem.lose("carried rests", numbers * (1 + 1e-9))
+        number = (on_q * self._query_rest * (self._query_rest + self._query)).sum()
+        number = number + (on_k * self._rest_centred * (self._rest_centred + self._key)).sum()
+        return (Q * wide_q).mT @ Q + (K * wide_k).mT @ K, float(number)
+
+    def _bent_numbers(self, on_b: Tensor) -> Tensor:
+        """(S) bounds of Σ w_ij |b_ij|: key by key, or the keys of a row together."""
+        keys = torch.einsum("shij,hijl,shil->shi", on_b, self._key_inner, on_b).clamp(min=0.0) ** 0.25
+        keys = self._size.radius * keys + (on_b * self._rest_centred.square()).sum(-1).sqrt()
+        each, together = (on_b * self._most_b).sum(-1), self._most_query * on_b.sum(-1).sqrt() * keys
+        return torch.minimum(each, together).sum((1, 2)) * (1 + 1e-9)
 
 
 def _relative(x: Ball) -> float:
