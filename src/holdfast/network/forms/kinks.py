@@ -95,7 +95,7 @@ class Kinks(Local):
         reach = self._first * size.scale
         rest = torch.where(self._side > 0, high, low)
         threshold = self._distance - rest - (self._distance.abs() + rest) * 1e-15
-        self._open = (reach * (1 + 1e-12) > threshold).nonzero().squeeze(-1)
+        self._open = (~(reach * (1 + 1e-12) <= threshold)).nonzero().squeeze(-1)
         self._threshold, self._reach = threshold[self._open], reach[self._open] * (1 + 1e-12)
         self._rows = self._x[self._open]
         per_token = max(1, len(self._side) // max(1, len(self._tokens)))
@@ -131,7 +131,7 @@ class Kinks(Local):
         problem.lose("rounding", float((c.abs() + error) @ self._wrong) * (1 + 1e-10))
         w = error - c if varying is None else error - c + varying * self._strength
         w = w[self._open]
-        used = w > 0
+        used = ~(w <= 0)
         problem.weight = torch.cat([problem.weight, w[used] * (1 + 1e-12)])
         problem.x = torch.cat([problem.x, self._rows[used]])
         problem.threshold = torch.cat([problem.threshold, self._threshold[used]])

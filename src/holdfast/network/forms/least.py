@@ -36,6 +36,8 @@ def least(problem: Problem, region: Region, scale: float, steps: int) -> tuple[f
     The free parameters of the kinks are improved step by step: a parabola that touches its kink at the last least
     point costs nothing there. The best of all steps is proved; any parameters are sound.
     """
+    if not problem.finite:
+        return -math.inf, torch.zeros_like(problem.gradient)
     origin = torch.minimum(torch.zeros_like(problem.threshold), problem.threshold - 0.15 * problem.reach - 1e-12)
     best, found = -math.inf, _with_kinks(problem, origin)
     point = torch.zeros_like(problem.gradient)

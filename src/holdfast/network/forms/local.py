@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,6 +59,13 @@ class Problem:
     def of(cls, value: float, gradient: Tensor) -> Problem:
         p, none = len(gradient), gradient.new_zeros(0)
         return cls(value, gradient, gradient.new_zeros(p, p), 0.0, none, gradient.new_zeros(0, p), none, none)
+
+    @property
+    def finite(self) -> bool:
+        """Whether nothing has overflowed."""
+        parts = (self.gradient, self.form, self.weight, self.x, self.threshold, self.reach)
+        known = math.isfinite(self.value) and math.isfinite(self.rounding)
+        return known and all(bool(torch.isfinite(part).all()) for part in parts)
 
     def lose(self, name: str, amount: float) -> None:
         """Takes a number off."""

@@ -66,6 +66,13 @@ class Margins:
         network: the classifier.
         x: (n, d) float64, the centre.
         shape: (n, d) half-widths of a box; None for an l2 ball.
+
+    Attributes:
+        walk: the places of the network.
+        region: what may be perturbed.
+        functions: the scalars of every place that is not affine, pulled back, and what they were rounded by.
+        tokens: for every place that is not affine, the tokens of its output on which a margin depends.
+        beyond: for the same, at the last scale: its functions lie between -low and high of their first order.
     """
 
     def __init__(self, network: Network, x: Float64[Tensor, "n d"], shape: Float64[Tensor, "n d"] | None = None) -> None:
@@ -88,22 +95,30 @@ class Margins:
     def prediction(self) -> int:
         return self.walk.prediction
 
+    @property
+    def gradients(self) -> Tensor:
+        """(classes - 1, p) of the margins, in the region's coordinates."""
+        return self._margins.X
+
     def _pull_functions(self) -> None:
         """From the last place to the first, so that each knows which of its output's tokens matter."""
-        self._functions: dict[int, tuple[Covectors, Tensor]] = {}
+        self.functions: dict[int, tuple[Covectors, Tensor]] = {}
+        self.tokens: dict[int, Tensor] = {}
+        self.beyond: dict[int, tuple[Tensor, Tensor]] = {}
         batches = [self._margins]
         for i in reversed(self.walk.curved):
             local = self._local(i)
             seen = torch.stack([(batch.at[i] != 0).any(-1).any(0) for batch in batches if i in batch.at]).any(0)
-            C, error = local.covectors(seen.nonzero().squeeze(-1))
+            self.tokens[i] = seen.nonzero().squeeze(-1)
+            C, error = local.covectors(self.tokens[i])
             found = self.walk.pulled(C, i, self.region)
-            self._functions[i] = found, error
+            self.functions[i] = found, error
             batches.append(found)
 
     def _prepare(self) -> None:
         self._prepared: dict[int, dict[int, Any]] = {}
         for i in self.walk.curved:
-            functions, _ = self._functions[i]
+            functions, _ = self.functions[i]
             self._prepared[i] = {l: self._local(l).prepare(mu) for l, mu in functions.at.items()}
             self._local(i).place(functions.X, self.region.supremum(functions.X))
         self._slopes = self.region.supremum(self._margins.X)
@@ -142,13 +157,13 @@ class Margins:
         return moved
 
     def _settle_one(self, i: int, size: Size, moved: Tensor) -> float:
-        functions, error = self._functions[i]
+        functions, error = self.functions[i]
         low = high = functions.tiny(size.scale, moved[:-1]) + error * moved[i]
         for l, prepared in self._prepared[i].items():
             below, above = self._local(l).range(prepared)
             low, high = low + below, high + above
-        grown = 1 + 1e-10
-        return self._local(i).settle(size, low * grown, high * grown, float(moved[i]))
+        self.beyond[i] = low, high = low * (1 + 1e-10), high * (1 + 1e-10)
+        return self._local(i).settle(size, low, high, float(moved[i]))
 
     def _lower(self, scale: float, moved: Tensor) -> Lower:
         """The margins in order of a cheap bound; a trust-region problem for those that it leaves in question."""
@@ -159,6 +174,7 @@ class Margins:
         for l, prepared in self._ends.items():
             lost = lost + self._local(l).range(prepared)[0]
         cheap = walk.margins - lost * (1 + 1e-10) - walk.margins.abs() * 1e-15
+        cheap = cheap.nan_to_num(nan=-math.inf)
         margins = torch.full((len(walk.others) + 1,), math.inf, dtype=torch.float64)
         margins[walk.others] = cheap
         worst, losses = math.inf, {"first order": float(first.amax())}

@@ -188,8 +188,8 @@ class Softmax(Local):
 
     def settle(self, size: Size, low: Tensor, high: Tensor, moved: float) -> float:
         self._size = size
-        rests = self._split(torch.maximum(low, high))
-        q, k, v, logits = rests
+        self._rests = self._split(torch.maximum(low, high))
+        q, k, v, logits = self._rests
         self._rest_q, self._rest_k, self._rest_v, self._rest_l = q, k, v, logits * self._sr
         r, p = size.radius, self._pr
         first = [x * size.scale for x in self._first]
@@ -230,7 +230,7 @@ class Softmax(Local):
 
     def _numbers(self, rows: Rows, on_l: Tensor) -> Tensor:
         """(S) what the rests of first-order functions do to Q₂ and to ℓ²."""
-        if not bool((self._rest_l > 0).any()):
+        if not bool((torch.cat([x.flatten() for x in self._rests]) != 0).any()):
             return torch.zeros(len(on_l), dtype=torch.float64)
         p, g, r = self._pr, rows.most_g, self._size.radius
         q, keys, v, logits = self._together

@@ -87,7 +87,7 @@ class Walk:
     """
 
     def __init__(self, network: Network, x: Float64[Tensor, "n d"]) -> None:
-        stages = list(network.stages)
+        self.network, stages = network, list(network.stages)
         self.entrance: list[tuple[LinearPiece, Tensor]] = []
         ball = Ball.exact(x)
         while stages and isinstance(stages[0], LinearPiece):
