@@ -122,7 +122,7 @@ class Kinks(Local):
         for kappa, origin in self._majorants:
             v = w * kappa
             linear = self._squares.length(v * (-2 * origin))
-            found.append(r * r * self._squares.most(v) + r * linear + v @ origin.square())
+            found.append(self._squares.most(v, r, self._reach) + r * linear + v @ origin.square())
         return torch.stack(found).amin(0) * (1 + 1e-10)
 
     @final

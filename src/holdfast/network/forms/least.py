@@ -71,12 +71,12 @@ def _with_kinks(problem: Problem, origin: Tensor) -> Quadratic:
 def _guess(q: Quadratic, region: Region, scale: float) -> tuple[float, Tensor]:
     """About the least value, and where it is attained; plain float64, for the choice of parameters."""
     r = region.radius * scale
-    if region.box:
-        mu, y = _cube_point(q, region, scale)
+    if region.sides is not None:
+        mu, y = _cube_point(q, region, region.sides * scale)
         b = region.basis.mT @ y
         Fb = q.F @ b
-        slope = float((region.basis @ (q.g + 2 * Fb) + mu * y).abs().sum()) * scale
-        return q.value - slope - float(b @ Fb) - mu * (float(y @ y) + len(y) * scale**2) / 2, b
+        slope = float((region.basis @ (q.g + 2 * Fb) + mu * y).abs() @ region.sides) * scale
+        return q.value - slope - float(b @ Fb) - mu * (float(y @ y) + r * r) / 2, b
     mu, b = _ball_point(q, r)
     Fb = q.F @ b
     slope = float(torch.linalg.vector_norm(2 * Fb + mu * b + q.g)) * r
@@ -130,7 +130,7 @@ def _newton(H: Tensor, g: Tensor, r: float) -> tuple[float, Tensor]:
     return mu, -torch.cholesky_solve(g.unsqueeze(-1), L).squeeze(-1)
 
 
-def _cube_point(q: Quadratic, region: Region, scale: float) -> tuple[float, Tensor]:
+def _cube_point(q: Quadratic, region: Region, sides: Tensor) -> tuple[float, Tensor]:
     """μ with 2F + μ ⪰ 0, and a point y of the cube where the convex quadratic g·Vᵀy + yᵀVFVᵀy + μ‖y‖²/2 is small."""
     w = torch.linalg.eigvalsh(2 * q.F)
     mu = max(0.0, -float(w[0]))
@@ -141,7 +141,7 @@ def _cube_point(q: Quadratic, region: Region, scale: float) -> tuple[float, Tens
     for _ in range(_CUBE_STEPS):  # accelerated projected gradient
         b = V.mT @ ahead
         slope = V @ (q.g + 2 * (q.F @ b)) + mu * ahead
-        new = (ahead - step * slope).clamp(-scale, scale)
+        new = (ahead - step * slope).clamp(-sides, sides)
         after = (1 + math.sqrt(1 + 4 * t * t)) / 2
         ahead, y, t = new + (t - 1) / after * (new - y), new, after
     return mu, y
@@ -157,26 +157,26 @@ def _proved(q: Quadratic, region: Region, scale: float) -> float:
     """The value at any μ >= 0 with 2F + μ ⪰ 0 and at any point, with all roundings.
 
     On the ball, g·b + bᵀFb >= (Cz + g)·b - ½zᵀCz - ½μ‖b‖² with C = 2F + μ and any z. On the cube the same is said of
-    y, with VCVᵀ + μ(I - VVᵀ) in the place of C, so that the first term is bounded coordinate by coordinate.
+    y, with V(2F)Vᵀ + μ in the place of C, so that the first term is bounded coordinate by coordinate; ‖y‖ <= scale.
     """
     if not bool(torch.isfinite(q.F).all() & torch.isfinite(q.g).all()) or not math.isfinite(q.value):
         return -math.inf
     r = region.radius * scale * (1 + 1e-14)
-    mu, point = _cube_point(q, region, scale) if region.box else _ball_point(q, r)
+    sides = None if region.sides is None else region.sides * scale
+    mu, point = _ball_point(q, r) if sides is None else _cube_point(q, region, sides)
     H = q.F + q.F.mT
     mu, defect = _semidefinite(H, mu)
     V, z = Ball.exact(region.basis), Ball.exact(point.unsqueeze(-1))
-    b = V.mT @ z if region.box else z
+    b = z if sides is None else V.mT @ z
     Hb = Ball.exact(H) @ b
     bent = (b.mT @ Hb + z.mT @ z * mu).squeeze(-1).squeeze(-1)
-    left = V @ (Hb + q.g.unsqueeze(-1)) + z * mu if region.box else Hb + q.g.unsqueeze(-1) + z * mu
-    if region.box:
-        slope = float((left.mid.abs() + left.rad).sum()) * scale * (1 + 1e-10)
-        # ‖Vᵀy‖² <= R²/P ‖y‖², and ‖y‖² <= P scale².
-        bowl = mu * r * r
-    else:
+    if sides is None:
+        left = Hb + q.g.unsqueeze(-1) + z * mu
         slope = float(frobenius_upper(left.mid) + frobenius_upper(left.rad)) * r
-        bowl = mu * r * r
+    else:
+        left = V @ (Hb + q.g.unsqueeze(-1)) + z * mu
+        slope = float((left.mid.abs() + left.rad).squeeze(-1) @ sides) * (1 + 1e-10)
+    bowl = mu * r * r
     unsure = (defect + 2 * q.rounding) * r * r
     lost = slope + q.tilt * r + float(bent.upper) / 2 + (bowl + unsure) / 2
     return q.value - lost - 1e-13 * (abs(q.value) + abs(slope) + abs(float(bent.upper)) + bowl)

@@ -82,9 +82,9 @@ class Margins:
         self._seen: dict[float, Lower] = {}
         with torch.no_grad():
             self.walk = walk = Walk(network, x.double())
-            half = torch.ones(x.numel(), dtype=torch.float64) if shape is None else shape.double().flatten()
+            half = None if shape is None else shape.double().flatten()
             _check_size(walk)
-            self.region = Region.of(walk.beginning(), half, shape is not None)
+            self.region = Region.of(walk.beginning(), half)
             for i in walk.curved:
                 walk.places[i].local = _local(walk.places[i])
             self._margins = walk.pulled(walk.rows, len(walk.places), self.region)

@@ -1,8 +1,11 @@
 """What may be perturbed: an l2 ball or a box, in coordinates of the directions that the network can tell apart.
 
-G = scale · h ⊙ y, where y runs through the unit ball, or through the cube |y_k| <= 1. A network begins with affine
-pieces, X ↦ L X + c. With V a basis of the rows of L diag(h), only a = Vᵀy counts (docs/math/forms.md, section 2), and a
-function c·(L G) is scale · x·a with x = c J, J = L diag(h) V, up to an error that is bounded here.
+G = scale · h ⊙ y, where y runs through the unit ball, or through a cube |y_k| <= s_k with Σ s_k² = 1. A network begins
+with affine pieces, X ↦ L X + c. With V a basis of the rows of L diag(h), only a = Vᵀy counts (docs/math/forms.md,
+section 2), and a function c·(L G) is scale · x·a with x = c J, J = L diag(h) V, up to an error that is bounded here.
+
+A box with half-widths w is such a cube with h = w/s, for any s. The ball around the cube is an ellipsoid around the
+box; coordinates that the network weighs more get a larger share of it.
 """
 
 from __future__ import annotations
@@ -27,23 +30,26 @@ class Region:
     """The set of all y, the basis V, and J.
 
     Attributes:
-        shape: (P) h, not negative: the half-widths of a box; ones for a ball.
+        sides: (P) s for a cube; None for the ball.
         basis: (P, p) V.
         J: (N, p).
-        box: whether y runs through the cube; through the unit ball otherwise.
-        missed: a bound of ‖L diag(h) - J Vᵀ‖.
+        missed: a bound of ‖L diag(h) - J Vᵀ‖; ‖y‖ <= 1.
     """
 
-    shape: Float64[Tensor, " P"]
+    sides: Float64[Tensor, " P"] | None
     basis: Float64[Tensor, "P p"]
     J: Float64[Tensor, "N p"]
-    box: bool
     missed: float
 
     @classmethod
-    def of(cls, L: Ball, shape: Float64[Tensor, " P"], box: bool) -> Region:
-        """The region for a network that begins with L, (N, P)."""
-        rows = L * shape
+    def of(cls, L: Ball, half: Float64[Tensor, " P"] | None) -> Region:
+        """The unit ball, or the box with these half-widths, for a network that begins with L, (N, P)."""
+        sides, rows = None, L
+        if half is not None:
+            weight = torch.linalg.vector_norm(L.mid * half, dim=0)
+            weight = weight + 1e-3 * weight.mean() + 1e-300
+            sides = (weight / weight.sum()).sqrt() * (1 - 1e-10)  # so that ‖s‖ <= 1 in spite of rounding
+            rows = L * (Ball.exact(half) / sides)
         if rows.shape[0] >= rows.shape[1]:
             V = torch.eye(rows.shape[1], dtype=torch.float64)
         else:
@@ -53,7 +59,7 @@ class Region:
         J = rows.mid @ V
         left = Ball.exact(J) @ V.mT - rows
         missed = float(frobenius_upper(left.mid) + frobenius_upper(left.rad)) * (1 + 1e-14)
-        return cls(shape, V, J, box, missed)
+        return cls(sides, V, J, missed)
 
     @property
     def p(self) -> int:
@@ -64,27 +70,22 @@ class Region:
         """R >= ‖a‖ on the region: ‖V‖² <= 1 + ‖VᵀV - I‖."""
         gram = Ball.exact(self.basis.mT) @ self.basis - torch.eye(self.p, dtype=torch.float64)
         stretch = (1 + frobenius_upper(gram.mid) + frobenius_upper(gram.rad)).sqrt()
-        return float(stretch) * self._length * (1 + 1e-14)
-
-    @cached_property
-    def _length(self) -> float:
-        """The largest ‖y‖."""
-        return float(len(self.shape)) ** 0.5 * (1 + 1e-15) if self.box else 1.0
+        return float(stretch) * (1 + 1e-14)
 
     @cached_property
     def reach(self) -> float:
         """A bound of ‖L(h ⊙ y)‖ over the region."""
-        return float(frobenius_upper(self.J)) * self.radius * (1 + 1e-14) + self.missed * self._length
+        return float(frobenius_upper(self.J)) * self.radius * (1 + 1e-14) + self.missed
 
     def reduced(self, covectors: Float64[Tensor, "K N"]) -> tuple[Tensor, Tensor]:
         """The rows x = c J (K, p), and (K) a bound of |c·L(h ⊙ y) - x·a| over the region."""
         rounding = gamma(self.J.shape[0]) * float(frobenius_upper(self.J)) * self.radius
-        error = frobenius_upper(covectors, (-1,)) * (self.missed * self._length + rounding)
+        error = frobenius_upper(covectors, (-1,)) * (self.missed + rounding)
         return covectors @ self.J, error * (1 + 1e-12)
 
     def supremum(self, x: Float64[Tensor, "*K p"]) -> Float64[Tensor, "*K"]:
         """A bound of |x·a| over the region, for every row."""
         found: Tensor = torch.linalg.vector_norm(x, dim=-1) * self.radius
-        if self.box:
-            found = torch.minimum(found, (x @ self.basis.mT).abs().sum(-1) + found * 2.0**-40)
+        if self.sides is not None:
+            found = torch.minimum(found, (x @ self.basis.mT).abs() @ self.sides + found * 2.0**-40)
         return found * (1 + 1e-10)

@@ -130,7 +130,9 @@ class Softmax(Local):
         self._logits = Squares(flat, heads.repeat_interleave(n))
         self._second: dict[tuple[int, int], Tensor] = {}
         self._bilinear()
-        self._together = [_together(x.reshape(-1, width)) for x in (self._Q, self._K, self._V, self._L)]
+        each = [x.reshape(-1) for x in self._first]
+        rows = [x.reshape(-1, width) for x in (self._Q, self._K, self._V, self._L)]
+        self._together = [(x, *_together(y)) for x, y in zip(each, rows, strict=True)]
 
     def _bilinear(self) -> None:
         """Inner products of the parts of Q₂ as quadratic forms, which are linear in m."""
@@ -249,7 +251,7 @@ class Softmax(Local):
         r = self._size.radius
         on_l, on_b, _ = self._weights(prepared)
         spread = on_l * (1 + self._rest_l / self._logit.clamp(min=_SMALL))
-        form = r * r * self._logits.most(spread.flatten(1))
+        form = self._logits.most(spread.flatten(1), r, self._logit.flatten())
         found = (prepared.bent * (r * r) + form + self._bent_numbers(on_b) + self._numbers(prepared, on_l)) * (1 + 1e-9)
         return found, found
 

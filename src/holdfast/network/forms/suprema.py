@@ -40,11 +40,12 @@ class Squares:
         new._count = int(new._blocks.max()) + 1 if len(index) else 0
         return new
 
-    def most(self, weights: Float64[Tensor, "S K"]) -> Float64[Tensor, " S"]:
-        """Bounds of the supremum."""
+    def most(self, weights: Float64[Tensor, "S K"], radius: float, each: Float64[Tensor, " K"]) -> Float64[Tensor, " S"]:
+        """Bounds of the supremum over ‖a‖ <= radius, where also |x_k·a| <= each_k."""
         if self._count == 0:
             return torch.zeros(len(weights), dtype=torch.float64)
-        return torch.cat([self._most(w) for w in torch.split(weights, max(1, _CHUNK // weights.shape[-1]))])
+        found = [self._most(w) for w in torch.split(weights, max(1, _CHUNK // weights.shape[-1]))]
+        return torch.minimum(torch.cat(found) * radius**2, weights @ each.square()) * (1 + 1e-10)
 
     def _most(self, w: Tensor) -> Tensor:
         S, nb = len(w), self._count
@@ -84,8 +85,15 @@ class Quadratic:
 
 
 def shared(
-    weights: Float64[Tensor, "S K"], lengths: Float64[Tensor, " K"], together: float
+    weights: Float64[Tensor, "S K"], each: Float64[Tensor, " K"], lengths: Float64[Tensor, " K"], together: float
 ) -> Float64[Tensor, " S"]:
-    """Bounds of Σ_k w_k |x_k·a| over ‖a‖ <= 1, `together` at least the norm of the matrix of the rows x_k/‖x_k‖."""
-    each = weights * lengths
-    return torch.minimum(each.sum(-1), torch.linalg.vector_norm(each, dim=-1) * together) * (1 + 1e-10)
+    """Bounds of Σ_k w_k |x_k·a| over ‖a‖ <= 1.
+
+    Args:
+        weights: w.
+        each: bounds of |x_k·a|.
+        lengths: of the rows x_k.
+        together: at least the norm of the matrix of the rows x_k/‖x_k‖.
+    """
+    joint = torch.linalg.vector_norm(weights * lengths, dim=-1) * together
+    return torch.minimum(weights @ each, joint) * (1 + 1e-10)
