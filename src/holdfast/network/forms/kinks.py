@@ -22,10 +22,12 @@ from holdfast.linalg import Ball
 from holdfast.linalg.rounding import frobenius_upper
 from holdfast.network.activations import Absolute, Activation, Relu
 from holdfast.network.forms.local import THETA, Local, Problem, Size
-from holdfast.network.forms.suprema import Squares
+from holdfast.network.forms.suprema import Squares, hinges
 from holdfast.network.mlp import KinkedMlp
 
-_FLAT = (0.2, 0.8)  # the least distance of x₀ from t', as shares of half the reach
+_FLAT = (0.1, 0.2, 0.4, 0.8)  # the least distance of x₀ from t', as shares of half the reach
+
+_MANY = 128  # open units, for which fewer choices are tried
 
 
 def jump(activation: Activation) -> float | None:
@@ -90,7 +92,7 @@ class Kinks(Local):
         return Coefficients(c * self._strength, error * self._strength)
 
     @final
-    def settle(self, size: Size, low: Tensor, high: Tensor, moved: float) -> float:
+    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float) -> float:
         self._size = size
         reach = self._first * size.scale
         rest = torch.where(self._side > 0, high, low)
@@ -98,24 +100,35 @@ class Kinks(Local):
         self._open = (~(reach * (1 + 1e-12) <= threshold)).nonzero().squeeze(-1)
         self._threshold, self._reach = threshold[self._open], reach[self._open] * (1 + 1e-12)
         self._rows = self._x[self._open]
+        self._cube = size.cube(self._rows)
         per_token = max(1, len(self._side) // max(1, len(self._tokens)))
         self._squares = Squares(self._rows, self._open // per_token)
         self._wrong = (-self._distance).clamp(min=0.0)  # a unit on the other side of its kink than its slope says
         self._majorants = []
-        for flat in _FLAT:
+        for flat in _FLAT if len(self._open) <= _MANY else _FLAT[1::2]:
             origin = torch.minimum(torch.zeros_like(self._threshold), self._threshold - flat / 2 * self._reach - 1e-12)
             self._majorants.append((parabola(self._threshold, origin, self._reach), origin))
         return self._grown(moved, reach + torch.maximum(low, high))
 
     @final
-    def range(self, prepared: Coefficients) -> tuple[Tensor, Tensor]:
+    def seen(self, mu: Tensor) -> tuple[Tensor, float]:
+        found, error = self._written(mu)
+        return found, float(torch.linalg.vector_norm(error)) / THETA
+
+    @final
+    def range(self, prepared: Coefficients | None, varying: Tensor | None) -> tuple[Tensor, Tensor]:
+        if prepared is None:
+            assert varying is not None
+            prepared = Coefficients(torch.zeros_like(varying), torch.zeros_like(varying))
         c, error = prepared.c, prepared.error
+        if varying is not None:
+            error = error + varying * self._strength
         wrong = (c.abs() + error) @ self._wrong
         c, error = c[:, self._open], error[:, self._open]
         return self._most((error - c).clamp(min=0.0)) + wrong, self._most((error + c).clamp(min=0.0)) + wrong
 
     def _most(self, w: Tensor) -> Tensor:
-        """Bounds of Σ_u w_u (x_u·b - t'_u)₊, the least of a few choices of the parabolas."""
+        """Bounds of Σ_u w_u (x_u·b - t'_u)₊, the least of a few choices of the parabolas, and by subsets."""
         if not w.shape[-1]:
             return torch.zeros(len(w), dtype=torch.float64)
         r, found = self._size.radius, []
@@ -123,6 +136,7 @@ class Kinks(Local):
             v = w * kappa
             linear = self._squares.length(v * (-2 * origin))
             found.append(self._squares.most(v, r, self._reach) + r * linear + v @ origin.square())
+        found.append(hinges(w, self._squares, self._threshold, self._reach, r, self._cube))
         return torch.stack(found).amin(0) * (1 + 1e-10)
 
     @final

@@ -11,21 +11,33 @@ import torch
 from torch import Tensor
 
 from holdfast.linalg import Ball
+from holdfast.network.forms.region import Region
 
 THETA = 2.0**-40  # of absolute values: more than the rounding of an inner product of a few thousand terms
 
 
 @dataclass(frozen=True)
 class Size:
-    """The region at one scale: |x·a| <= `first` for given rows, ‖a‖ <= radius.
+    """The region at one scale.
 
     Attributes:
         scale: the factor of all first-order rows.
-        radius: a bound of scale · ‖a‖.
+        radius: a bound of scale · ‖a‖, and at least the scale.
+        region: all a.
     """
 
     scale: float
     radius: float
+    region: Region
+
+    @classmethod
+    def of(cls, region: Region, scale: float) -> Size:
+        return cls(scale, max(1.0, region.radius) * scale * (1 + 1e-14), region)
+
+    def cube(self, rows: Tensor) -> Tensor | None:
+        """(K, P) coefficients of the rows x·a on the cube's coordinates over their sides; None for a ball."""
+        region = self.region
+        return None if region.sides is None else (rows @ region.basis.mT) * region.sides
 
 
 @dataclass
@@ -115,16 +127,28 @@ class Local(ABC):
         """What does not depend on the scale, for covectors (S, n, c) at the output."""
 
     @abstractmethod
-    def settle(self, size: Size, low: Tensor, high: Tensor, moved: float) -> float:
+    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float) -> float:
         """Takes notice of the scale and of what the functions have beyond first order, between -low and high.
+
+        Of that, at most `tiny` is rounding, and not the rest of an earlier place.
 
         Returns a bound of ‖f(ũ + δ) - f(ũ)‖ over all tokens, given ‖δ‖ <= moved.
         """
 
     @abstractmethod
-    def range(self, prepared: Any) -> tuple[Tensor, Tensor]:
-        """(S), (S): -low <= ⟨μ, e⟩ <= high on the region, for every covector of a batch."""
+    def range(self, prepared: Any | None, varying: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(S), (S): -low <= ⟨μ, e⟩ <= high on the region, for every covector of a batch; None stands for zeros.
+
+        Where covectors vary with G, `varying` (S, M) bounds by how much, for the M numbers that `seen` gives of each.
+        """
 
     @abstractmethod
     def take(self, prepared: Any, s: int, problem: Problem, varying: Tensor | None) -> None:
-        """Takes a lower bound of ⟨μ_s + ψ, e⟩ into the problem, |ψ| <= `varying` entry by entry of what `pairing` says."""
+        """Takes a lower bound of ⟨μ_s, e⟩ into the problem; `varying` (M) as in `range`."""
+
+    @abstractmethod
+    def seen(self, mu: Tensor) -> tuple[Tensor, float]:
+        """(S, M) the numbers of covectors (S, n, c) at the output that count: ⟨μ, e⟩ is their sum times M rests.
+
+        The second number is one relative to which they are accurate, in the Frobenius norm.
+        """

@@ -26,6 +26,7 @@ from holdfast.network.mlp import KinkedMlp
 from holdfast.network.network import Network
 
 _MEMORY = 4 * GIB
+_BUDGET = 1e11  # products for what a batch of covectors turns by
 _STEPS = 8  # improvements of the kinks' parameters
 
 
@@ -56,6 +57,14 @@ class Lower:
     margins: Tensor
     least: float
     losses: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Covectors at the outputs of some places: what each place has prepared of them, and how they turn (S, M)."""
+
+    prepared: dict[int, Any]
+    turning: dict[int, Tensor]
 
 
 @final
@@ -116,13 +125,38 @@ class Margins:
             batches.append(found)
 
     def _prepare(self) -> None:
-        self._prepared: dict[int, dict[int, Any]] = {}
+        self._batches: dict[int, _Batch] = {}
+        self._each: dict[int, _Batch] = {}
+        self._bends: dict[int, _Batch | None] = {}
         for i in self.walk.curved:
             functions, _ = self.functions[i]
-            self._prepared[i] = {l: self._local(l).prepare(mu) for l, mu in functions.at.items()}
-            self._local(i).place(functions.X, self.region.supremum(functions.X))
+            self._batches[i] = self._batch(functions.at)
+            local = self._local(i)
+            local.place(functions.X, self.region.supremum(functions.X))
+            if isinstance(local, Softmax):
+                self._each[i] = self._batch({i: local.identity()})
+                bent = local.bent(self._seen_at(i), _BUDGET) if functions.at else None
+                self._bends[i] = None if bent is None else _Batch({}, bent)
         self._slopes = self.region.supremum(self._margins.X)
-        self._ends = {l: self._local(l).prepare(mu) for l, mu in self._margins.at.items()}
+        self._ends = self._batch(self._margins.at)
+
+    def _batch(self, at: dict[int, Tensor]) -> _Batch:
+        """Covectors at the outputs of some places, prepared; with how they turn, where that is affordable."""
+        prepared = {l: self._local(l).prepare(mu) for l, mu in at.items()}
+        turning: dict[int, Tensor] = {}
+        for l, rows in prepared.items():
+            local = self._local(l)
+            if isinstance(local, Softmax) and self.functions[l][0].at:
+                turned = local.turned(rows, self._seen_at(l), _BUDGET)
+                if turned is not None:
+                    rows.turned = True
+                    for k, norms in turned.items():
+                        turning[k] = turning[k] + norms if k in turning else norms
+        return _Batch(prepared, turning)
+
+    def _seen_at(self, i: int) -> dict[int, tuple[Tensor, float]]:
+        """What counts of the functions of a place, at all earlier ones."""
+        return {k: self._local(k).seen(mu) for k, mu in self.functions[i][0].at.items()}
 
     def _local(self, i: int) -> Local:
         local = self.walk.places[i].local
@@ -140,7 +174,7 @@ class Margins:
 
     def _settle(self, scale: float) -> Tensor:
         """Bounds of ‖δ‖ at all places, and at the features; every local learns of the scale."""
-        size = Size(scale, self.region.radius * scale * (1 + 1e-14))
+        size = Size.of(self.region, scale)
         moved = torch.zeros(len(self.walk.places) + 1, dtype=torch.float64)
         u = self.region.reach * scale
         for members, skip, _ in self.walk.stages:
@@ -158,21 +192,33 @@ class Margins:
 
     def _settle_one(self, i: int, size: Size, moved: Tensor) -> float:
         functions, error = self.functions[i]
-        low = high = functions.tiny(size.scale, moved[:-1]) + error * moved[i]
-        for l, prepared in self._prepared[i].items():
-            below, above = self._local(l).range(prepared)
+        tiny = (functions.tiny(size.scale, moved[:-1]) + error * moved[i]) * (1 + 1e-12)
+        below, above = self._ranges(self._batches[i], size.radius)
+        self.beyond[i] = low, high = (tiny + below) * (1 + 1e-10), (tiny + above) * (1 + 1e-10)
+        local = self._local(i)
+        if isinstance(local, Softmax) and (bends := self._bends[i]) is not None:
+            local.bending = self._ranges(bends, size.radius)[0]
+        moves = local.settle(size, low, high, tiny, float(moved[i]))
+        if isinstance(local, Softmax):
+            local.each = self._ranges(self._each[i], size.radius)[0]
+        return moves
+
+    def _ranges(self, batch: _Batch, radius: float) -> tuple[Tensor, Tensor]:
+        """What the rests of all earlier places add to the functions of a batch, from -low to high."""
+        low = high = torch.zeros((), dtype=torch.float64)
+        for l in batch.prepared.keys() | batch.turning.keys():
+            varying = batch.turning[l] * radius if l in batch.turning else None
+            below, above = self._local(l).range(batch.prepared.get(l), varying)
             low, high = low + below, high + above
-        self.beyond[i] = low, high = low * (1 + 1e-10), high * (1 + 1e-10)
-        return self._local(i).settle(size, low, high, float(moved[i]))
+        return low, high
 
     def _lower(self, scale: float, moved: Tensor) -> Lower:
         """The margins in order of a cheap bound; a trust-region problem for those that it leaves in question."""
         walk = self.walk
         tiny = (self._margins.tiny(scale, moved[:-1]) + walk.row_error * moved[-1]) * (1 + 1e-12)
         first = self._slopes * scale
-        lost = tiny + first
-        for l, prepared in self._ends.items():
-            lost = lost + self._local(l).range(prepared)[0]
+        radius = Size.of(self.region, scale).radius
+        lost = tiny + first + self._ranges(self._ends, radius)[0]
         cheap = walk.margins - lost * (1 + 1e-10) - walk.margins.abs() * 1e-15
         cheap = cheap.nan_to_num(nan=-math.inf)
         margins = torch.full((len(walk.others) + 1,), math.inf, dtype=torch.float64)
@@ -183,8 +229,9 @@ class Margins:
                 break
             problem = Problem.of(float(walk.margins[s]), self._margins.X[s])
             problem.lose("rounding", float(tiny[s]))
-            for l, prepared in self._ends.items():
-                self._local(l).take(prepared, s, problem, None)
+            for l, prepared in self._ends.prepared.items():
+                varying = self._ends.turning[l][s] * radius if l in self._ends.turning else None
+                self._local(l).take(prepared, s, problem, varying)
             found, point = least(problem, self.region, scale, _STEPS)
             found = max(found, float(cheap[s]))
             margins[walk.others[s]] = found

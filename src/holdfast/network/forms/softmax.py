@@ -28,10 +28,11 @@ from holdfast.network.forms.suprema import Quadratic, Squares, shared
 
 _SMALL = 1e-100
 _FINE = 256  # up to so many logits every head's row is a block of its own
+_JOINT = 2500  # rows of logits, queries and keys that share one budget in every function
 _HEAVY = 1e9  # products beyond which bilinear parts of a margin are bounded by numbers
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rows:
     """Covectors (S) at the heads' outputs: m (S, h, i, k), g, sup|n| and |E[ℓ g]| for scale 1, and the size of Q₂."""
 
@@ -43,6 +44,12 @@ class Rows:
     n_spread: Tensor
     slope: Tensor
     bent: Tensor
+    turned: bool = False  # whether the products of first order and rests in Q₂ are carried as turned covectors
+
+    def some(self, index: slice) -> Rows:
+        """A part of the batch."""
+        parts = {name: x[index] if isinstance(x, Tensor) else x for name, x in vars(self).items()}
+        return Rows(**parts)
 
 
 @final
@@ -109,6 +116,8 @@ class Softmax(Local):
         ]
 
     def place(self, X: Tensor, first: Tensor) -> None:
+        self.each = torch.zeros(0, dtype=torch.float64)
+        self.bending: Tensor | None = None
         self._Q, self._K, self._V, self._L = self._split(X)  # (h, i, k, p), (h, j, k, p), …, (h, i, j, p)
         self._first = self._split(first)
         h, rows, n, width = self._L.shape
@@ -120,6 +129,12 @@ class Softmax(Local):
         lengths = self._centred_length.square()
         self._key_inner = inner * (1 + 1e-9) + theta * lengths.unsqueeze(-1) * lengths.unsqueeze(-2)
         self._norm_q, self._norm_k = _spectral(self._Q), _spectral(self._centred_K) + theta * _length(self._K, 2).amax()
+        flat_q, flat_k = self._Q.unsqueeze(2).expand_as(self._centred_K), self._centred_K
+        # ‖½(QᵀK + KᵀQ)‖² is at most (‖Q‖²‖K‖² + ‖QKᵀ‖²)/2 in Frobenius norms of products: ⟨QᵀK, KᵀQ⟩ = tr(QKᵀQKᵀ).
+        inner_q, inner_k, mixed = flat_q @ flat_q.mT, flat_k @ flat_k.mT, flat_q @ flat_k.mT
+        square = ((inner_q * inner_k).sum((-2, -1)) + (mixed * mixed.mT).sum((-2, -1))) / 2
+        lengths = _length(self._Q, 2).unsqueeze(-1) * self._centred_length
+        self._product = (square.clamp(min=0.0) + 64 * theta * lengths.square()).sqrt() * (1 + 1e-9)
         V = (self._V.unsqueeze(1) - torch.einsum("hij,hjkp->hikp", p, self._V).unsqueeze(2)) * self._sr[..., None, None]
         self._value_gram = V @ V.mT  # (h, i, j, k, k)
         self._value_length = (_length(V, 2) + theta * _length(self._V, 2).amax()).square()
@@ -129,6 +144,14 @@ class Softmax(Local):
         heads = torch.arange(h * rows) if len(flat) <= _FINE else torch.arange(rows).repeat(h)
         self._logits = Squares(flat, heads.repeat_interleave(n))
         self._second: dict[tuple[int, int], Tensor] = {}
+        self._joint = None
+        k = self._Q.shape[2]
+        if len(flat) + h * rows * (n + 1) * k <= _JOINT:
+            together = torch.cat([flat, self._Q.reshape(-1, width), self._centred_K.reshape(-1, width)])
+            forms = torch.arange(len(flat)), len(flat) + torch.arange(h * rows * (n + 1)).repeat_interleave(k)
+            parts = [torch.arange(h * rows).repeat_interleave(n), torch.arange(h * rows), torch.arange(h * rows).repeat_interleave(n)]
+            blocks = torch.cat([part + i * h * rows for i, part in enumerate(parts)])
+            self._joint = Squares(together, blocks, torch.cat(forms))
         self._bilinear()
         each = [x.reshape(-1) for x in self._first]
         rows = [x.reshape(-1, width) for x in (self._Q, self._K, self._V, self._L)]
@@ -188,8 +211,29 @@ class Softmax(Local):
 
     # -- at a scale
 
-    def settle(self, size: Size, low: Tensor, high: Tensor, moved: float) -> float:
+    def bent(self, functions: dict[int, tuple[Tensor, float]], budget: float) -> dict[int, Tensor] | None:
+        """How b_ij varies with earlier rests: (h i j, M) norms of its part that is linear in G and in them."""
+        h, rows, n, k, width = self._centred_K.shape
+        if 4.0 * h * rows * n * k * width * sum(M.shape[1] for M, _ in functions.values()) > budget:
+            return None
+        found = {}
+        for l, (M, accuracy) in functions.items():
+            q, keys, _, _ = self._split(M)  # (h, i, k, M), (h, j, k, M)
+            keys = keys.unsqueeze(1) - torch.einsum("hij,hjkm->hikm", self._pr, keys).unsqueeze(2)
+            norms = [
+                torch.linalg.vector_norm(
+                    q[a, i].mT.unsqueeze(0) @ self._centred_K[a, i] + keys[a, i].mT @ self._Q[a, i], dim=-1
+                )
+                for a in range(h)
+                for i in range(rows)
+            ]
+            size = (float(torch.linalg.vector_norm(M)) + accuracy) * (_length(self._Q, 2).amax() + _length(self._K, 2).amax())
+            found[l] = torch.cat(norms) * (1 + 1e-9) + 32 * self._theta * float(size)
+        return found
+
+    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float) -> float:
         self._size = size
+        self._tiny = self._split(tiny)
         self._rests = self._split(torch.maximum(low, high))
         q, k, v, logits = self._rests
         self._rest_q, self._rest_k, self._rest_v, self._rest_l = q, k, v, logits * self._sr
@@ -199,9 +243,17 @@ class Softmax(Local):
         beside = torch.einsum("hij,hjk->hik", p, k).unsqueeze(2)
         self._rest_centred = torch.linalg.vector_norm(k.unsqueeze(1) + beside, dim=-1) * self._sr
         self._query, self._query_rest = r * self._norm_q, rest_q
-        self._most_query = self._query + rest_q  # (h, i)
         self._key = r * self._norm_k * self._sr
-        self._most_b = self._most_query.unsqueeze(-1) * (self._key + self._rest_centred) * (1 + 1e-10)
+        # b to first order, and what rests add to it: by norms, or coordinate by coordinate and with turned covectors.
+        self._rest_b = rest_q.unsqueeze(-1) * (self._key + self._rest_centred) + self._query.unsqueeze(-1) * self._rest_centred
+        if self.bending is not None:
+            tiny_q, tiny_k = (torch.linalg.vector_norm(x, dim=-1) for x in self._tiny[:2])
+            minute = 2 * tiny_k.amax() * self._query.unsqueeze(-1) + tiny_q.unsqueeze(-1) * self._key
+            both = (q.unsqueeze(2) * (k.unsqueeze(1) + beside)).sum(-1)
+            self._rest_b = torch.minimum(self._rest_b, self.bending.reshape(self._rest_b.shape) + both + minute)
+        self._rest_b = self._rest_b * self._sr * (1 + 1e-10)
+        to_first = torch.minimum(self._query.unsqueeze(-1) * self._key, r * r * self._product) * self._sr
+        self._most_b = (to_first + self._rest_b) * (1 + 1e-10)
         self._logit = first[3] * self._sr
         self._most_l = self._logit + self._rest_l
         self._tau = (self._most_l + self._most_b) * (1 + 1e-10)
@@ -230,49 +282,121 @@ class Softmax(Local):
         on_b = core * (b + l) + p * (g * (l + b / 2) + n)
         return on_l * (1 + 1e-9), on_b * (1 + 1e-9), n
 
-    def _numbers(self, rows: Rows, on_l: Tensor) -> Tensor:
-        """(S) what the rests of first-order functions do to Q₂ and to ℓ²."""
+    def _numbers(self, rows: Rows, on_l: Tensor, crossed: bool) -> Tensor:
+        """(S) what the rests of first-order functions do to Q₂ and to ℓ²; `crossed` with products of both in Q₂."""
         if not bool((torch.cat([x.flatten() for x in self._rests]) != 0).any()):
             return torch.zeros(len(on_l), dtype=torch.float64)
-        p, g, r = self._pr, rows.most_g, self._size.radius
-        q, keys, v, logits = self._together
-        rest_v = torch.einsum("shik,hjk->shij", rows.m.abs(), self._rest_v) * self._sr
+        p, g, sr = self._pr, rows.most_g, self._sr
+        rest_v = torch.einsum("shik,hjk->shij", rows.m.abs(), self._rest_v) * sr
         rest_k = torch.einsum("shij,hjk->shik", p * g, self._rest_k)
         own = (self._rest_q * rest_k).sum((1, 2, 3))
         own = own + (p * self._rest_l * (rest_v + g * self._rest_l / 2)).sum((1, 2, 3))
         own = own + (on_l * self._rest_l * (self._rest_l + self._logit)).sum((1, 2, 3))
-        crossed = shared(rest_k.flatten(1), *q) + shared((p * (rest_v + g * self._rest_l)).flatten(1), *logits)
-        crossed = crossed + shared(torch.einsum("shij,hik->shjk", p * g, self._rest_q).flatten(1), *keys)
-        by_value = shared(torch.einsum("hij,shik->shjk", p * self._rest_l, rows.m.abs()).flatten(1), *v)
-        by_row = (p * self._rest_l * rows.n_spread).sum((1, 2, 3))
-        return (own + r * (crossed + torch.minimum(by_value, by_row))) * (1 + 1e-9)
+        return (own + self._size.radius * self._products(rows, self._rests if crossed else self._tiny)) * (1 + 1e-9)
 
-    def range(self, prepared: Rows) -> tuple[Tensor, Tensor]:
+    def _products(self, rows: Rows, rests: list[Tensor]) -> Tensor:
+        """(S) the products of first order and these rests in Q₂, for radius 1."""
+        p, g, sr = self._pr, rows.most_g, self._sr
+        q, k, v, logits = rests
+        by_q, by_k, by_v, by_l = self._together
+        rest_v = torch.einsum("shik,hjk->shij", rows.m.abs(), v) * sr
+        mixed = shared(torch.einsum("shij,hjk->shik", p * g, k).flatten(1), *by_q)
+        mixed = mixed + shared((p * (rest_v + g * logits * sr)).flatten(1), *by_l)
+        mixed = mixed + shared(torch.einsum("shij,hik->shjk", p * g, q).flatten(1), *by_k)
+        in_values = shared(torch.einsum("hij,shik->shjk", p * logits * sr, rows.m.abs()).flatten(1), *by_v)
+        return mixed + torch.minimum(in_values, (p * logits * sr * rows.n_spread).sum((1, 2, 3)))
+
+    def range(self, prepared: Rows | None, varying: Tensor | None) -> tuple[Tensor, Tensor]:
         r = self._size.radius
+        if prepared is None:
+            assert varying is not None
+            found = (varying @ self.each) * (1 + 1e-9)
+            return found, found
         on_l, on_b, _ = self._weights(prepared)
         spread = on_l * (1 + self._rest_l / self._logit.clamp(min=_SMALL))
-        form = self._logits.most(spread.flatten(1), r, self._logit.flatten())
-        found = (prepared.bent * (r * r) + form + self._bent_numbers(on_b) + self._numbers(prepared, on_l)) * (1 + 1e-9)
-        return found, found
+        form = self._logits.most(spread.flatten(1), r, self._logit.flatten()) + self._bent_numbers(on_b)
+        if self._joint is not None:
+            on_q, on_k, number = self._apart(on_b)
+            weights = torch.cat([spread.flatten(1), on_q.flatten(1), on_k.flatten(1)], 1)
+            each = torch.cat([x.flatten() for x in (self._logit, self._query, self._key)])
+            form = torch.minimum(form, self._joint.most(weights, r, each) + number)
+        found = prepared.bent * (r * r) + form + self._numbers(prepared, on_l, not prepared.turned)
+        if varying is not None:
+            found = found + varying @ self.each
+        return found * (1 + 1e-9), found * (1 + 1e-9)
+
+    def seen(self, mu: Tensor) -> tuple[Tensor, float]:
+        """The coordinates of the rows' outputs; `each` bounds the rest of every one."""
+        return mu[:, self._rows].flatten(1), 0.0
+
+    def identity(self) -> Tensor:
+        """(M, n, c) the covectors of these coordinates."""
+        n, c = self.u.shape[0], self._w_o.shape[-1]
+        return torch.eye(n * c, dtype=torch.float64).reshape(n, c, n, c)[self._rows].flatten(0, 1)
+
+    def turned(self, rows: Rows, functions: dict[int, tuple[Tensor, float]], budget: float) -> dict[int, Tensor] | None:
+        """How the covectors of a batch turn at earlier places as G moves the keys, queries and values here.
+
+        Q₂(δ) with δ = JG + F has the part ⟨ΨG, F⟩. With F = Σ_l S_l e_l and `functions` (K, M) at an earlier place the
+        numbers that count of this layer's functions there, the M numbers of that part are linear in G: their norms
+        (S, M) are given back, for scale 1. None where that costs more than the budget, in products.
+        """
+        S, h, n_rows, k = rows.m.shape
+        width, heads = self._L.shape[-1], h * n_rows * (k + self._L.shape[2])
+        patterns = (rows.size != 0).double() @ 2.0 ** torch.arange(n_rows, dtype=torch.float64)
+        groups = [(patterns == value).nonzero().squeeze(-1) for value in patterns.unique()]
+        cost = sum(len(index) * float((rows.size[index[0]] != 0).sum()) / n_rows for index in groups)
+        if cost * heads * width * 4 * sum(M.shape[1] for M, _ in functions.values()) > budget:
+            return None
+        found = {l: torch.zeros(S, M.shape[1], dtype=torch.float64) for l, (M, _) in functions.items()}
+        for index in groups:
+            chosen = (rows.size[index[0]] != 0).nonzero().squeeze(-1)
+            if not len(chosen):
+                continue
+            left, right = self._pair(rows, index, chosen, (self._Q, self._K, self._V, self._L))
+            for l, (M, accuracy) in functions.items():
+                other_left, other_right = self._pair(rows, index, chosen, tuple(self._split(M)))
+                turned = other_left.mT @ right + other_right.mT @ left  # (S, M, p)
+                size = self._turning_size(rows, index, float(torch.linalg.vector_norm(M)) + accuracy)
+                found[l][index] = torch.linalg.vector_norm(turned, dim=-1) + 32 * self._theta * size.unsqueeze(-1)
+        return {l: x * (1 + 1e-9) for l, x in found.items()}
+
+    def _turning_size(self, rows: Rows, index: Tensor, length: float) -> Tensor:
+        """(S) a bound of the turning on absolute values, for rounding."""
+        size = rows.size[index].sum(-1) * length
+        q, k, v, logits = (float(_length(x.reshape(-1, x.shape[-1]), 2)) for x in (self._Q, self._K, self._V, self._L))
+        return size * (self._value * (q + k + logits) + v + logits)
+
+    def _pair(self, rows: Rows, index: Tensor, chosen: Tensor, parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Q₂ = Σ_r left_r right_r for the chosen rows: (R, w) for the whole batch and (S, R, w)."""
+        Q, K, V, L = parts
+        p, g, m = self._pr[:, chosen], rows.g[index][:, :, chosen], rows.m[index][:, :, chosen]
+        left = torch.cat([Q[:, chosen].flatten(0, 2), L[:, chosen].flatten(0, 2)])
+        keys = torch.einsum("shij,hjkp->shikp", p * g, K).flatten(1, 3)
+        values = torch.einsum("shik,hjkp->shijp", m, V) + g.unsqueeze(-1) * L[:, chosen] / 2
+        return left, torch.cat([keys, (p.unsqueeze(-1) * values).flatten(1, 3)], 1)
 
     def take(self, prepared: Rows, s: int, problem: Problem, varying: Tensor | None) -> None:
-        one = Rows(*(x[s : s + 1] for x in vars(prepared).values()))
+        one = prepared.some(slice(s, s + 1))
         width = self._L.shape[-1]
         L = self._L.reshape(-1, width)
         rounding = float((one.size[0] * self._second_size()).sum()) * 32 * self._theta
         problem.add("second order", self._second_order(one, (id(prepared), s)), rounding)
-        # The rest.
-        on_l, on_b, _ = (x[0] for x in self._weights(one))
+        on_l, on_b, _ = self._weights(one)
         weight = (on_l * (1 + self._rest_l / self._logit.clamp(min=_SMALL))).flatten()
         form = (L * weight.unsqueeze(-1)).mT @ L
-        numbers = float(self._numbers(one, on_l.unsqueeze(0)))
+        numbers = self._numbers(one, on_l, not prepared.turned)
         if self._centred_K.numel() * width <= _HEAVY:
-            bent, more = self._bent(on_b)
-            form, numbers = form + bent, numbers + more
+            on_q, on_k, number = self._apart(on_b)
+            Q, K, k = self._Q.reshape(-1, width), self._centred_K.reshape(-1, width), self._Q.shape[2]
+            form = form + (Q * on_q.flatten().repeat_interleave(k).unsqueeze(-1)).mT @ Q
+            form = form + (K * on_k.flatten().repeat_interleave(k).unsqueeze(-1)).mT @ K
         else:
-            numbers += float(self._bent_numbers(on_b.unsqueeze(0)))
+            number = self._bent_numbers(on_b)
         problem.add("attention rest", -form, float(torch.trace(form)) * 1e-9)
-        problem.lose("carried rests", numbers * (1 + 1e-9))
+        problem.lose("carried rests", float(numbers + number) * (1 + 1e-9))
+        if varying is not None:
+            problem.lose("carried rests", float(varying @ self.each) * (1 + 1e-9))
 
     def _second_order(self, one: Rows, key: tuple[int, int]) -> Tensor:
         """The matrix of Q₂, which does not depend on the scale."""
@@ -285,28 +409,23 @@ class Softmax(Local):
             self._second[key] = (form + form.mT) / 2
         return self._second[key]
 
-    def _bent(self, on_b: Tensor) -> tuple[Tensor, float]:
-        """Σ w_ij |b_ij| as a form and a number: |b_ij| <= (κ‖q_i‖² + ‖k_ij‖²/κ)/2, k_ij less its mean."""
-        width, k = self._L.shape[-1], self._Q.shape[2]
-        ratio = (self._key + self._rest_centred).amax(-1) / self._most_query.clamp(min=_SMALL)  # (h, i)
-        usable = (self._most_query > 0) & (ratio > 0)
+    def _apart(self, on_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Σ w_ij |b_ij| by weights on ‖q_i‖² (S, h, i) and ‖k_ij‖² (S, h, i, j) to first order, and numbers (S).
+
+        |b_ij| <= (κ‖q_i‖² + ‖k_ij‖²/κ)/2, where k_ij is less its mean.
+        """
+        ratio = self._key.amax(-1) / self._query.clamp(min=_SMALL)  # (h, i)
+        usable = (self._query > 0) & (ratio > 0)
         on_q = on_b.sum(-1) * ratio / 2 * usable
         on_k = on_b / (2 * ratio.clamp(min=_SMALL)).unsqueeze(-1) * usable.unsqueeze(-1)
-        share_q = self._query_rest / self._query.clamp(min=_SMALL)
-        share_k = self._rest_centred / self._key.clamp(min=_SMALL)
-        Q, K = self._Q.reshape(-1, width), self._centred_K.reshape(-1, width)
-        wide_q = (on_q * (1 + share_q)).unsqueeze(-1).expand(-1, -1, k).reshape(-1, 1)
-        wide_k = (on_k * (1 + share_k)).unsqueeze(-1).expand(-1, -1, -1, k).reshape(-1, 1)
-        number = (on_q * self._query_rest * (self._query_rest + self._query)).sum()
-        number = number + (on_k * self._rest_centred * (self._rest_centred + self._key)).sum()
-        return (Q * wide_q).mT @ Q + (K * wide_k).mT @ K, float(number)
+        number = (on_b * self._rest_b).sum((-3, -2, -1))
+        return on_q * (1 + 1e-9), on_k * (1 + 1e-9), number * (1 + 1e-9)
 
     def _bent_numbers(self, on_b: Tensor) -> Tensor:
         """(S) bounds of Σ w_ij |b_ij|: key by key, or the keys of a row together."""
         keys = torch.einsum("shij,hijl,shil->shi", on_b, self._key_inner, on_b).clamp(min=0.0) ** 0.25
-        keys = self._size.radius * keys + (on_b * self._rest_centred.square()).sum(-1).sqrt()
-        each, together = (on_b * self._most_b).sum(-1), self._most_query * on_b.sum(-1).sqrt() * keys
-        return torch.minimum(each, together).sum((1, 2)) * (1 + 1e-9)
+        together = self._query * on_b.sum(-1).sqrt() * self._size.radius * keys + (on_b * self._rest_b).sum(-1)
+        return torch.minimum((on_b * self._most_b).sum(-1), together).sum((1, 2)) * (1 + 1e-9)
 
 
 def _relative(x: Ball) -> float:
