@@ -120,7 +120,8 @@ def worst_excess(forms: Margins, x: Tensor, scale: float, shape: Tensor | None, 
 
         def rest(G: Tensor, i: int = i, C: Tensor = C[pick], first: Tensor = first[pick]) -> Tensor:
             moved = displacement(network, x + G, before, i) - walk.places[i].u
-            flat = G.flatten(1) if shape is None else G.flatten(1) / shape.flatten().clamp(min=1e-300)
+            sides = forms.region.sides
+            flat = G.flatten(1) if shape is None or sides is None else G.flatten(1) / shape.flatten() * sides
             return torch.einsum("bnd,knd->bk", moved, C) - flat @ first.mT
 
         scattered = rest(inside(region(x, scale, shape, seed + 2, 200)[0]), i, C, first)  # before a kink nothing slopes
@@ -219,7 +220,7 @@ def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(kinks, "parabola", lambda *a: 0.1 * plain(*a))
     elif fault == "side":
         plain_range = kinks.Kinks.range
-        monkeypatch.setattr(kinks.Kinks, "range", lambda self, c: plain_range(self, c)[::-1])
+        monkeypatch.setattr(kinks.Kinks, "range", lambda self, *a: plain_range(self, *a)[::-1])
     else:
         (network, x), scale = draw("two blocks", 1), 0.01
         prepare = softmax.Softmax.prepare
@@ -228,7 +229,7 @@ def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
             network, x, scale = *draw("one block", 1), 0.3
             monkeypatch.undo()
             monkeypatch.setattr(softmax.Softmax, "_weights", _nothing(softmax.Softmax._weights))
-            monkeypatch.setattr(softmax.Softmax, "range", lambda self, rows: (1e-9 + 0.0 * rows.bent,) * 2)
+            monkeypatch.setattr(softmax.Softmax, "range", lambda self, rows, _: (1e-9 + 0.0 * rows.bent,) * 2)
     forms = Margins(network, x[0])
     assert worst_excess(forms, x, scale, None, 0) > 1e-6
 

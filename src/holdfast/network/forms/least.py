@@ -36,8 +36,16 @@ def least(problem: Problem, region: Region, scale: float, steps: int) -> tuple[f
     The free parameters of the kinks are improved step by step: a parabola that touches its kink at the last least
     point costs nothing there. The best of all steps is proved; any parameters are sound.
     """
+    nowhere = -math.inf, torch.zeros_like(problem.gradient)
     if not problem.finite:
-        return -math.inf, torch.zeros_like(problem.gradient)
+        return nowhere
+    try:
+        return _improved(problem, region, scale, steps)
+    except torch.linalg.LinAlgError:  # numbers near overflow, of which nothing can be proved
+        return nowhere
+
+
+def _improved(problem: Problem, region: Region, scale: float, steps: int) -> tuple[float, Tensor]:
     origin = torch.minimum(torch.zeros_like(problem.threshold), problem.threshold - 0.15 * problem.reach - 1e-12)
     best, found = -math.inf, _with_kinks(problem, origin)
     point = torch.zeros_like(problem.gradient)

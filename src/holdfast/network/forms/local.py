@@ -13,7 +13,8 @@ from torch import Tensor
 from holdfast.linalg import Ball
 from holdfast.network.forms.region import Region
 
-THETA = 2.0**-40  # of absolute values: more than the rounding of an inner product of a few thousand terms
+LONGEST = 2**13  # terms of an inner product
+THETA = 2.0**-38  # of absolute values: more than the rounding of a few nested inner products of that length
 
 
 @dataclass(frozen=True)

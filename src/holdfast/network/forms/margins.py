@@ -18,7 +18,7 @@ from holdfast.network.attention import Attention
 from holdfast.network.base import LinearPiece
 from holdfast.network.forms.kinks import KinkedPerceptron, jump
 from holdfast.network.forms.least import least
-from holdfast.network.forms.local import Local, Problem, Size
+from holdfast.network.forms.local import LONGEST, Local, Problem, Size
 from holdfast.network.forms.region import Region
 from holdfast.network.forms.softmax import Softmax
 from holdfast.network.forms.walk import Covectors, Place, Walk
@@ -89,6 +89,7 @@ class Margins:
         if reason is not None:
             raise NotApplicableError(f"{network.name} has no forms: {reason}")
         self._seen: dict[float, Lower] = {}
+        self._norms: dict[LinearPiece, float] = {}
         with torch.no_grad():
             self.walk = walk = Walk(network, x.double())
             half = None if shape is None else shape.double().flatten()
@@ -176,19 +177,23 @@ class Margins:
         """Bounds of ‖δ‖ at all places, and at the features; every local learns of the scale."""
         size = Size.of(self.region, scale)
         moved = torch.zeros(len(self.walk.places) + 1, dtype=torch.float64)
-        u = self.region.reach * scale
-        for members, skip, _ in self.walk.stages:
+        u = self.region.reach * scale + self.walk.start_defect
+        for members, skip, join in self.walk.stages:
             v = u
             for i in members:
                 moved[i] = v
                 place = self.walk.places[i]
-                if isinstance(place.piece, LinearPiece):
-                    v = v * _norm(place.piece) * (1 + 1e-12)
-                else:
-                    v = self._settle_one(i, size, moved)
-            u = (u + v) * (1 + 1e-12) if skip else v
+                v = v * self._norm(place.piece) if isinstance(place.piece, LinearPiece) else self._settle_one(i, size, moved)
+                v = (v + place.defect) * (1 + 1e-12)
+            u = (u + v + join) * (1 + 1e-12) if skip else v
         moved[-1] = u
         return moved
+
+    def _norm(self, piece: LinearPiece) -> float:
+        if piece not in self._norms:
+            a = Proved()
+            self._norms[piece] = float(a.number(piece.norm(a)))
+        return self._norms[piece]
 
     def _settle_one(self, i: int, size: Size, moved: Tensor) -> float:
         functions, error = self.functions[i]
@@ -272,14 +277,11 @@ def _check_size(walk: Walk) -> None:
         piece = walk.places[i].piece
         layer = piece.layer if isinstance(piece, Attention) else None
         scalars = n * (3 * d + layer.h * n) if layer is not None else n * 4 * d
+        if max(n * d, scalars if layer is None else layer.h * n * n) > LONGEST:
+            raise MemoryLimitError(f"forms takes inner products of {LONGEST} terms; a piece with {n} x {d} numbers has more")
         need = 8.0 * 4 * scalars * n * d
         if need > _MEMORY:
             raise MemoryLimitError(
                 f"forms follows {scalars} scalars of {n} x {d} numbers each and needs about {need / GIB:.1f} GiB; "
                 f"it takes at most {_MEMORY / GIB:.0f} GiB: use gains, or perturb a later layer"
             )
-
-
-def _norm(piece: LinearPiece) -> float:
-    a = Proved()
-    return float(a.number(piece.norm(a)))

@@ -21,13 +21,15 @@ from torch import Tensor
 from holdfast.attention.layer import project
 from holdfast.linalg import Ball
 from holdfast.linalg.rounding import frobenius_upper
-from holdfast.linalg.squarings import thin_gram_norm
+from holdfast.linalg.squarings import gram_norm, thin_gram_norm
 from holdfast.network.attention import Attention
 from holdfast.network.forms.local import THETA, Local, Problem, Size
 from holdfast.network.forms.suprema import Quadratic, Squares, shared
 
 _SMALL = 1e-100
 _FINE = 256  # up to so many logits every head's row is a block of its own
+_SPECTRAL = 256  # dimensions up to which Q₂ is measured in the spectral norm
+_CHUNK = 2**22
 _JOINT = 2500  # rows of logits, queries and keys that share one budget in every function
 _HEAVY = 1e9  # products beyond which bilinear parts of a margin are bounded by numbers
 
@@ -45,6 +47,12 @@ class Rows:
     slope: Tensor
     bent: Tensor
     turned: bool = False  # whether the products of first order and rests in Q₂ are carried as turned covectors
+
+    def groups(self) -> list[tuple[Tensor, Tensor]]:
+        """Members of the batch that concern the same rows, and these rows."""
+        patterns, which = (self.size != 0).unique(dim=0, return_inverse=True)
+        found = [((which == i).nonzero().squeeze(-1), row.nonzero().squeeze(-1)) for i, row in enumerate(patterns)]
+        return [(index, rows) for index, rows in found if len(rows)]
 
     def some(self, index: slice) -> Rows:
         """A part of the batch."""
@@ -200,7 +208,19 @@ class Softmax(Local):
         bent = self._crossed.most(pg.flatten(1)) + self._squared.most(pg.flatten(1)) + self._carried.most(m.flatten(1))
         bent = bent + 16 * theta * rounding
         grown = 1 + 1e-9
-        return Rows(m, size, g, most_g * grown, n * grown, spread * grown, slope * grown, bent * grown)
+        rows = Rows(m, size, g, most_g * grown, n * grown, spread * grown, slope * grown, bent * grown)
+        if self._L.shape[-1] <= _SPECTRAL:
+            self._sharpen(rows, 32 * theta * rounding)
+        return rows
+
+    def _sharpen(self, rows: Rows, error: Tensor) -> None:
+        """The spectral norms of the forms Q₂, where these are small matrices."""
+        for index, chosen in rows.groups():
+            for part in torch.split(index, _CHUNK // self._L.shape[-1] ** 2):
+                left, right = self._pair(rows, part, chosen, (self._Q, self._K, self._V, self._L))
+                form = left.mT @ right
+                found = gram_norm((form + form.mT) / 2, error[part] + 1e-300, 3).square() * (1 + 1e-9)
+                rows.bent[part] = torch.minimum(rows.bent[part], found)
 
     def _second_size(self) -> Tensor:
         """(h, i) Q₂ on absolute values, for ‖m‖ = 1."""
@@ -343,16 +363,11 @@ class Softmax(Local):
         """
         S, h, n_rows, k = rows.m.shape
         width, heads = self._L.shape[-1], h * n_rows * (k + self._L.shape[2])
-        patterns = (rows.size != 0).double() @ 2.0 ** torch.arange(n_rows, dtype=torch.float64)
-        groups = [(patterns == value).nonzero().squeeze(-1) for value in patterns.unique()]
-        cost = sum(len(index) * float((rows.size[index[0]] != 0).sum()) / n_rows for index in groups)
+        cost = sum(len(index) * len(chosen) / n_rows for index, chosen in rows.groups())
         if cost * heads * width * 4 * sum(M.shape[1] for M, _ in functions.values()) > budget:
             return None
         found = {l: torch.zeros(S, M.shape[1], dtype=torch.float64) for l, (M, _) in functions.items()}
-        for index in groups:
-            chosen = (rows.size[index[0]] != 0).nonzero().squeeze(-1)
-            if not len(chosen):
-                continue
+        for index, chosen in rows.groups():
             left, right = self._pair(rows, index, chosen, (self._Q, self._K, self._V, self._L))
             for l, (M, accuracy) in functions.items():
                 other_left, other_right = self._pair(rows, index, chosen, tuple(self._split(M)))

@@ -44,7 +44,7 @@ class Squares:
         if self._count == 0:
             return torch.zeros(len(weights), dtype=torch.float64)
         found = [self._most(w) for w in torch.split(weights, max(1, _CHUNK // weights.shape[-1]))]
-        return torch.minimum(torch.cat(found) * radius**2, weights @ each.square()) * (1 + 1e-10)
+        return torch.minimum(torch.cat(found) * (radius * radius), weights @ each.square()) * (1 + 1e-10)
 
     def _most(self, w: Tensor) -> Tensor:
         S, nb = len(w), self._count

@@ -79,6 +79,7 @@ class Walk:
         stages: which places belong to a stage, whether it is residual, and the rounding of that sum.
         entrance: the affine pieces at the beginning, in order.
         start: (n, d) the output of the entrance.
+        start_defect: what it was rounded by.
         prediction: the class y of the largest logit.
         others: the classes j with a margin.
         margins: (classes - 1) lower bounds of f_y - f_j at the features.
@@ -93,7 +94,7 @@ class Walk:
         while stages and isinstance(stages[0], LinearPiece):
             self.entrance.append((stages[0], ball.mid))
             ball = stages.pop(0).value(ball)  # type: ignore[union-attr]
-        self.start, self._start_defect = ball.mid, float(frobenius_upper(ball.rad))
+        self.start, self.start_defect = ball.mid, float(frobenius_upper(ball.rad))
         self.places: list[Place] = []
         self.stages: list[tuple[list[int], bool, float]] = []
         u = self.start
@@ -169,6 +170,6 @@ class Walk:
             if joined:
                 C = behind + C
                 moving[:, members[0]] += frobenius_upper(C) * (2 * UNIT)  # the sum was rounded once
-        still = still + frobenius_upper(C) * self._start_defect
+        still = still + frobenius_upper(C) * self.start_defect
         X, drift = region.reduced(C.flatten(1))
         return Covectors(X, at, still, moving, drift)
