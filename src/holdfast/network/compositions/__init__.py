@@ -9,6 +9,7 @@ from holdfast.network.compositions.layerwise import Layerwise
 from holdfast.network.compositions.end_to_end import EndToEnd
 from holdfast.network.compositions.margin_gradient import MarginGradient
 from holdfast.network.compositions.telescoped import Telescoped
+from holdfast.network.compositions.forms import Forms
 from holdfast.network.compositions.best import BestComposition
 from holdfast.network.compositions.certify import Certified, certify_inputs, proves
 # isort: on
@@ -18,6 +19,7 @@ __all__ = [
     "Certified",
     "Composition",
     "EndToEnd",
+    "Forms",
     "Gains",
     "Layerwise",
     "LofastComposition",

@@ -41,12 +41,14 @@ class Radii:
         margin: (b) the lower bound of the margin at that radius.
         methods: the method behind each radius.
         notes: what the composition has to say: what did not apply.
+        losses: for each input what was taken off its margin at that radius, by name; empty where it is not known.
     """
 
     radius: Float64[Tensor, " b"]
     margin: Float64[Tensor, " b"]
     methods: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    losses: tuple[dict[str, float], ...] = ()
 
 
 class Method(ABC):
@@ -147,7 +149,14 @@ class Composition(Method):
         radius, margin = torch.zeros_like(first), centre.margin
         if bool((begin > 0).any()):
             radius, margin = _largest(self.curve(centre), centre.margin, begin, least, most, stride, self.precision)
-        return Radii(radius, torch.where(radius > 0, margin, centre.margin), (self.name,) * len(first))
+        with torch.no_grad():
+            losses = self._losses(centre, radius)
+        margin = torch.where(radius > 0, margin, centre.margin)
+        return Radii(radius, margin, (self.name,) * len(first), losses=losses)
+
+    def _losses(self, centre: Centre, radius: Float64[Tensor, " b"]) -> tuple[dict[str, float], ...]:
+        """For each input what was taken off its margin at the radius, by name, where the method can tell."""
+        return ({},) * len(radius)
 
 
 def _joined(parts: Sequence[Radii]) -> Radii:
@@ -157,6 +166,7 @@ def _joined(parts: Sequence[Radii]) -> Radii:
         torch.cat([part.margin for part in parts]),
         tuple(name for part in parts for name in part.methods),
         tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+        tuple(each for part in parts for each in part.losses),
     )
 
 

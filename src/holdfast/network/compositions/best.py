@@ -55,7 +55,8 @@ class BestComposition(Method):
         radius, winner = torch.stack([one.radius for one in found]).max(0)
         margin = torch.stack([one.margin for one in found]).gather(0, winner.unsqueeze(0)).squeeze(0)
         winners = tuple(found[which].methods[i] for i, which in enumerate(winner.tolist()))
-        return Radii(radius, margin, winners, tuple(notes))
+        losses = tuple(found[which].losses[i] if found[which].losses else {} for i, which in enumerate(winner.tolist()))
+        return Radii(radius, margin, winners, tuple(notes), losses)
 
 
 def _large(centre: Centre) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final, get_args
 
 import torch
@@ -34,6 +34,7 @@ class Certified:
         guarantee: "proved", or "numerical" where norms are iterated.
         seconds: wall time, shared equally among the inputs of a batch.
         notes: what did not apply.
+        losses: what was taken off the margin at that radius, by name; empty where the composition cannot tell.
     """
 
     prediction: int
@@ -44,6 +45,7 @@ class Certified:
     guarantee: Guarantee
     seconds: float
     notes: tuple[str, ...] = ()
+    losses: dict[str, float] = field(default_factory=dict)
 
 
 def certify_inputs(
@@ -74,10 +76,11 @@ def certify_inputs(
     centre = Centre(network, x, guarantee=guarantee, memory_limit=memory_limit)
     radii = chosen(centre)
     each = (time.perf_counter() - began) / max(1, len(x))
-    columns = (centre.prediction.tolist(), centre.margin.tolist(), radii.radius.tolist(), radii.methods)
+    losses = radii.losses or ({},) * len(x)
+    columns = (centre.prediction.tolist(), centre.margin.tolist(), radii.radius.tolist(), radii.methods, losses)
     found = [
-        Certified(prediction, margin > 0, margin, radius, name, guarantee, each, radii.notes)
-        for prediction, margin, radius, name in zip(*columns, strict=True)
+        Certified(prediction, margin > 0, margin, radius, name, guarantee, each, radii.notes, lost)
+        for prediction, margin, radius, name, lost in zip(*columns, strict=True)
     ]
     if x.numel() >= _MANY:
         del centre  # its parts know each other, and Python looks for such cycles too seldom where tensors are large
