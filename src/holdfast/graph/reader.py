@@ -476,9 +476,8 @@ class Reader:
         """One factor and one shift for each channel of (1, channels, …): BatchNorm in evaluation."""
         value, factor, shift = self.moving(x), _fixed(factor), _fixed(shift)
         last = value.rearranged(lambda t: t.movedim(1, -1))
-        value = (
-            structure.matrix_of(last).view(last.shape).rearranged(lambda t: t.movedim(-1, 1))
-        )  # a branch begins here
+        tokens = structure.matrix_of(last).view(last.shape)  # a residual branch may begin here
+        value = tokens.rearranged(lambda t: t.movedim(-1, 1))
         shape = (-1, *(1 for _ in value.shape[2:]))
         value = value if factor is None else value.scaled(factor.reshape(shape))
         return value if shift is None else value.shifted(shift.reshape(shape))
