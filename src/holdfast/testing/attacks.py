@@ -62,7 +62,7 @@ class AttackConformance(ABC):
 
     def test_never_above_a_proved_bound(self, case: Case) -> None:
         if self.objective() == "output":
-            assert bool((self._searched(case).lower <= bound(case.layer, case.x, RADII, "lofast").value).all())
+            assert bool((self._searched(case).lower <= bound(case.layer, case.x, RADII, "lofast-xi").value).all())
 
     def test_zero_radius_moves_nothing(self, case: Case) -> None:
         assert torch.equal(self._run(case, 0.0, steps=2).witness, self._centre(case))
