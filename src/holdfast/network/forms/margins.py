@@ -84,7 +84,9 @@ class Margins:
         beyond: for the same, at the last scale: its functions lie between -low and high of their first order.
     """
 
-    def __init__(self, network: Network, x: Float64[Tensor, "n d"], shape: Float64[Tensor, "n d"] | None = None) -> None:
+    def __init__(
+        self, network: Network, x: Float64[Tensor, "n d"], shape: Float64[Tensor, "n d"] | None = None
+    ) -> None:
         reason = refusal(network)
         if reason is not None:
             raise NotApplicableError(f"{network.name} has no forms: {reason}")
@@ -183,7 +185,11 @@ class Margins:
             for i in members:
                 moved[i] = v
                 place = self.walk.places[i]
-                v = v * self._norm(place.piece) if isinstance(place.piece, LinearPiece) else self._settle_one(i, size, moved)
+                v = (
+                    v * self._norm(place.piece)
+                    if isinstance(place.piece, LinearPiece)
+                    else self._settle_one(i, size, moved)
+                )
                 v = (v + place.defect) * (1 + 1e-12)
             u = (u + v + join) * (1 + 1e-12) if skip else v
         moved[-1] = u
@@ -278,7 +284,9 @@ def _check_size(walk: Walk) -> None:
         layer = piece.layer if isinstance(piece, Attention) else None
         scalars = n * (3 * d + layer.h * n) if layer is not None else n * 4 * d
         if max(n * d, scalars if layer is None else layer.h * n * n) > LONGEST:
-            raise MemoryLimitError(f"forms takes inner products of {LONGEST} terms; a piece with {n} x {d} numbers has more")
+            raise MemoryLimitError(
+                f"forms takes inner products of {LONGEST} terms; a piece with {n} x {d} numbers has more"
+            )
         need = 8.0 * 4 * scalars * n * d
         if need > _MEMORY:
             raise MemoryLimitError(

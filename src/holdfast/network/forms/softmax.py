@@ -157,7 +157,11 @@ class Softmax(Local):
         if len(flat) + h * rows * (n + 1) * k <= _JOINT:
             together = torch.cat([flat, self._Q.reshape(-1, width), self._centred_K.reshape(-1, width)])
             forms = torch.arange(len(flat)), len(flat) + torch.arange(h * rows * (n + 1)).repeat_interleave(k)
-            parts = [torch.arange(h * rows).repeat_interleave(n), torch.arange(h * rows), torch.arange(h * rows).repeat_interleave(n)]
+            parts = [
+                torch.arange(h * rows).repeat_interleave(n),
+                torch.arange(h * rows),
+                torch.arange(h * rows).repeat_interleave(n),
+            ]
             blocks = torch.cat([part + i * h * rows for i, part in enumerate(parts)])
             self._joint = Squares(together, blocks, torch.cat(forms))
         self._bilinear()
@@ -202,7 +206,10 @@ class Softmax(Local):
         spread = (spread + 8 * theta * wide.square() * lengths.square().unsqueeze(1)).sqrt()
         pg = p * g
         square = torch.einsum("shij,hijl,shil->shi", pg, self._logit_gram, pg).clamp(min=0.0)
-        slack = ((p * most_g * self._logit_length).sum(-1) + size.unsqueeze(1) * self._value * (p * self._logit_length).sum(-1)).square()
+        slack = (
+            (p * most_g * self._logit_length).sum(-1)
+            + size.unsqueeze(1) * self._value * (p * self._logit_length).sum(-1)
+        ).square()
         slope = (square + 8 * theta * slack).sqrt()
         rounding = (size.unsqueeze(1) * self._second_size()).sum((1, 2))
         bent = self._crossed.most(pg.flatten(1)) + self._squared.most(pg.flatten(1)) + self._carried.most(m.flatten(1))
@@ -219,7 +226,7 @@ class Softmax(Local):
             for part in torch.split(index, _CHUNK // self._L.shape[-1] ** 2):
                 left, right = self._pair(rows, part, chosen, (self._Q, self._K, self._V, self._L))
                 form = left.mT @ right
-                found = gram_norm((form + form.mT) / 2, error[part] + 1e-300, 3).square() * (1 + 1e-9)
+                found = gram_norm((form + form.mT) / 2, error[part] + 1e-300, 2).square() * (1 + 1e-9)
                 rows.bent[part] = torch.minimum(rows.bent[part], found)
 
     def _second_size(self) -> Tensor:
@@ -247,7 +254,9 @@ class Softmax(Local):
                 for a in range(h)
                 for i in range(rows)
             ]
-            size = (float(torch.linalg.vector_norm(M)) + accuracy) * (_length(self._Q, 2).amax() + _length(self._K, 2).amax())
+            size = (float(torch.linalg.vector_norm(M)) + accuracy) * (
+                _length(self._Q, 2).amax() + _length(self._K, 2).amax()
+            )
             found[l] = torch.cat(norms) * (1 + 1e-9) + 32 * self._theta * float(size)
         return found
 
@@ -265,7 +274,9 @@ class Softmax(Local):
         self._query, self._query_rest = r * self._norm_q, rest_q
         self._key = r * self._norm_k * self._sr
         # b to first order, and what rests add to it: by norms, or coordinate by coordinate and with turned covectors.
-        self._rest_b = rest_q.unsqueeze(-1) * (self._key + self._rest_centred) + self._query.unsqueeze(-1) * self._rest_centred
+        self._rest_b = (
+            rest_q.unsqueeze(-1) * (self._key + self._rest_centred) + self._query.unsqueeze(-1) * self._rest_centred
+        )
         if self.bending is not None:
             tiny_q, tiny_k = (torch.linalg.vector_norm(x, dim=-1) for x in self._tiny[:2])
             minute = 2 * tiny_k.amax() * self._query.unsqueeze(-1) + tiny_q.unsqueeze(-1) * self._key

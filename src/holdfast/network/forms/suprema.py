@@ -12,6 +12,7 @@ from holdfast.network.forms.local import THETA
 _CHUNK = 2**22
 _GROUP = 10  # hinges whose subsets are all tried
 _CUBE_GROUP = 7  # the same in a cube, where a subset costs more
+_SHARPER, _ROUNDS = 8, 3  # subsets of a group that are looked at in the cube, and how often
 _REST = 0.02  # a share that is not worth another group
 
 
@@ -39,7 +40,9 @@ class Squares:
         self._blocks, self._count = blocks, int(blocks.max()) + 1 if len(blocks) else 0
         self.lengths = lengths * (1 + 1e-12)
 
-    def most(self, weights: Float64[Tensor, "S K"], radius: float, each: Float64[Tensor, " K"]) -> Float64[Tensor, " S"]:
+    def most(
+        self, weights: Float64[Tensor, "S K"], radius: float, each: Float64[Tensor, " K"]
+    ) -> Float64[Tensor, " S"]:
         """Bounds of the supremum over ‖a‖ <= radius, where also |x_k·a| <= each_k."""
         if self._count == 0:
             return torch.zeros(len(weights), dtype=torch.float64)
@@ -95,16 +98,20 @@ def hinges(
         size = chosen.shape[1]
         tried = subsets if size == group else subsets[: 2**size, group - size :]
         w = weights.gather(1, chosen)
-        for part in torch.split(torch.arange(len(w)), max(1, _CHUNK // (len(tried) * (size if cube is None else cube.shape[1])))):
+        for part in torch.split(
+            torch.arange(len(w)), max(1, _CHUNK // (len(tried) * size if cube is None else _SHARPER * cube.shape[1]))
+        ):
             v, k = w[part], chosen[part]
             gram = v.unsqueeze(-1) * squares.gram[k.unsqueeze(-1), k.unsqueeze(-2)] * v.unsqueeze(-2)
             long = (v * squares.lengths[k]).sum(-1, keepdim=True).square()
             square = ((tried @ gram) * tried).sum(-1).clamp(min=0.0) + THETA * long  # (S, 2^g)
             most = torch.minimum(square.sqrt() * radius, (v * each[k]) @ tried.mT) * (1 + 1e-10)
-            if cube is not None:
-                rows = tried @ (v.unsqueeze(-1) * cube[k])  # (S, 2^g, P)
-                most = torch.minimum(most, rows.abs().sum(-1) * radius * (1 + 1e-10) + THETA * long.sqrt() * radius)
             lost = (v * threshold[k]) @ tried.mT
+            for _ in range(0 if cube is None else _ROUNDS):  # the largest ones are worth a sharper bound
+                top = (most - lost).topk(min(_SHARPER, len(tried)), -1).indices  # (S, top)
+                sharp = (tried[top] * v.unsqueeze(-2)) @ cube[k]  # (S, top, P)
+                sharp = sharp.abs().sum(-1) * radius * (1 + 1e-10) + THETA * long.sqrt() * radius
+                most = most.scatter(-1, top, torch.minimum(most.gather(-1, top), sharp))
             found = (most - lost + 1e-12 * (most + lost.abs())).amax(-1).clamp(min=0.0)
             total[part] += torch.minimum(found, sorted_own[part, start : start + size].sum(-1)) * (1 + 1e-10)
         left = sorted_own[:, start + group :].sum(-1)
