@@ -71,7 +71,9 @@ def draw(kind: str, seed: int, size: float = 0.7) -> tuple[Network, Tensor]:
     return Network(stages, head, kind), x  # type: ignore[arg-type]
 
 
-def descend(objective: Callable[[Tensor], Tensor], start: Tensor, inside: Callable[[Tensor], Tensor], step: float) -> Tensor:
+def descend(
+    objective: Callable[[Tensor], Tensor], start: Tensor, inside: Callable[[Tensor], Tensor], step: float
+) -> Tensor:
     """Points of the region where the objective (of each of a batch) is small."""
     G = inside(start)
     best, found = torch.full((len(G),), math.inf).double(), G
@@ -87,13 +89,15 @@ def descend(objective: Callable[[Tensor], Tensor], start: Tensor, inside: Callab
     return found
 
 
-def region(x: Tensor, scale: float, shape: Tensor | None, seed: int, count: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def region(
+    x: Tensor, scale: float, shape: Tensor | None, seed: int, count: int
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Starts on the boundary, and the projection onto the region."""
     start = Dice(seed).normal(count, *x.shape[1:])
     if shape is None:
-        return start / start.flatten(1).norm(dim=1)[:, None, None] * scale, lambda G: G * (
-            scale / G.flatten(1).norm(dim=1)[:, None, None].clamp(min=1e-300)
-        ).clamp(max=1.0)
+        return start / start.flatten(1).norm(dim=1)[
+            :, None, None
+        ] * scale, lambda G: G * (scale / G.flatten(1).norm(dim=1)[:, None, None].clamp(min=1e-300)).clamp(max=1.0)
     return start.sign() * shape * scale, lambda G: torch.maximum(torch.minimum(G, shape * scale), -shape * scale)
 
 
@@ -187,7 +191,9 @@ def test_one_hidden_layer_against_a_grid() -> None:
     """Two numbers move: the least margin over a fine grid is the truth, and the bound is not far below it."""
     dice = Dice(8)
     w1, b1 = dice.normal(2, 8), 0.5 * dice.normal(8)
-    network = Network([KinkedMlp(w1, b1, "relu", dice.normal(8, 3), dice.normal(3))], Head(dice.normal(2, 3), dice.normal(2)))
+    network = Network(
+        [KinkedMlp(w1, b1, "relu", dice.normal(8, 3), dice.normal(3))], Head(dice.normal(2, 3), dice.normal(2))
+    )
     x = dice.normal(1, 1, 2)
     forms = Margins(network, x[0])
     angle = torch.linspace(0, 2 * math.pi, 400).double()
@@ -208,8 +214,17 @@ def test_radius_is_below_every_attack_and_losses_add_up() -> None:
     forms = Margins(network, x[0])
     lower = forms.at(record.radius)
     j = int(lower.margins.argmin())
-    assert sum(lower.losses.values()) == pytest.approx(float(forms.walk.margins[forms.walk.others.index(j)]) - lower.least)
-    assert record.losses.keys() >= {"first order", "second order", "kinks", "attention rest", "carried rests", "rounding"}
+    assert sum(lower.losses.values()) == pytest.approx(
+        float(forms.walk.margins[forms.walk.others.index(j)]) - lower.least
+    )
+    assert record.losses.keys() >= {
+        "first order",
+        "second order",
+        "kinks",
+        "attention rest",
+        "carried rests",
+        "rounding",
+    }
 
 
 @pytest.mark.parametrize("fault", ["parabola", "side", "second order", "third order"])

@@ -18,8 +18,8 @@ from holdfast.network.network import Network
 class Forms(Composition):
     """One trust-region problem for every margin: its gradient, its Hessian and the forms of all that these leave out.
 
-    docs/math/forms.md proves it. Every number on which a later piece depends (a pre-activation, a logit, a coordinate of
-    a query, key or value) is followed back to the input by its own covector.
+    docs/math/forms.md proves it. Every number on which a later piece depends (a pre-activation, a logit, a coordinate
+    of a query, key or value) is followed back to the input by its own covector.
     """
 
     name = "forms"

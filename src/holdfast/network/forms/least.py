@@ -41,7 +41,7 @@ def least(problem: Problem, region: Region, scale: float, steps: int) -> tuple[f
         return nowhere
     try:
         return _improved(problem, region, scale, steps)
-    except torch.linalg.LinAlgError:  # numbers near overflow, of which nothing can be proved
+    except RuntimeError:  # numbers near overflow, of which nothing can be proved
         return nowhere
 
 

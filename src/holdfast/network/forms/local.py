@@ -114,7 +114,7 @@ class Local(ABC):
 
     @abstractmethod
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Functions of δ on which the rest of these output tokens depends: (K, n, d), and (K) what they were rounded by.
+        """Functions (K, n, d) of δ on which the rest of these output tokens depends, and (K) what they were rounded by.
 
         Covectors at the output vanish at all other tokens.
         """

@@ -84,7 +84,9 @@ class Margins:
         beyond: for the same, at the last scale: its functions lie between -low and high of their first order.
     """
 
-    def __init__(self, network: Network, x: Float64[Tensor, "n d"], shape: Float64[Tensor, "n d"] | None = None) -> None:
+    def __init__(
+        self, network: Network, x: Float64[Tensor, "n d"], shape: Float64[Tensor, "n d"] | None = None
+    ) -> None:
         reason = refusal(network)
         if reason is not None:
             raise NotApplicableError(f"{network.name} has no forms: {reason}")
@@ -143,12 +145,12 @@ class Margins:
 
     def _batch(self, at: dict[int, Tensor]) -> _Batch:
         """Covectors at the outputs of some places, prepared; with how they turn, where that is affordable."""
-        prepared = {l: self._local(l).prepare(mu) for l, mu in at.items()}
+        prepared = {k: self._local(k).prepare(mu) for k, mu in at.items()}
         turning: dict[int, Tensor] = {}
-        for l, rows in prepared.items():
-            local = self._local(l)
-            if isinstance(local, Softmax) and self.functions[l][0].at:
-                turned = local.turned(rows, self._seen_at(l), _BUDGET)
+        for i, rows in prepared.items():
+            local = self._local(i)
+            if isinstance(local, Softmax) and self.functions[i][0].at:
+                turned = local.turned(rows, self._seen_at(i), _BUDGET)
                 if turned is not None:
                     rows.turned = True
                     for k, norms in turned.items():
@@ -183,7 +185,11 @@ class Margins:
             for i in members:
                 moved[i] = v
                 place = self.walk.places[i]
-                v = v * self._norm(place.piece) if isinstance(place.piece, LinearPiece) else self._settle_one(i, size, moved)
+                v = (
+                    v * self._norm(place.piece)
+                    if isinstance(place.piece, LinearPiece)
+                    else self._settle_one(i, size, moved)
+                )
                 v = (v + place.defect) * (1 + 1e-12)
             u = (u + v + join) * (1 + 1e-12) if skip else v
         moved[-1] = u
@@ -211,9 +217,9 @@ class Margins:
     def _ranges(self, batch: _Batch, radius: float) -> tuple[Tensor, Tensor]:
         """What the rests of all earlier places add to the functions of a batch, from -low to high."""
         low = high = torch.zeros((), dtype=torch.float64)
-        for l in batch.prepared.keys() | batch.turning.keys():
-            varying = batch.turning[l] * radius if l in batch.turning else None
-            below, above = self._local(l).range(batch.prepared.get(l), varying)
+        for i in batch.prepared.keys() | batch.turning.keys():
+            varying = batch.turning[i] * radius if i in batch.turning else None
+            below, above = self._local(i).range(batch.prepared.get(i), varying)
             low, high = low + below, high + above
         return low, high
 
@@ -234,9 +240,9 @@ class Margins:
                 break
             problem = Problem.of(float(walk.margins[s]), self._margins.X[s])
             problem.lose("rounding", float(tiny[s]))
-            for l, prepared in self._ends.prepared.items():
-                varying = self._ends.turning[l][s] * radius if l in self._ends.turning else None
-                self._local(l).take(prepared, s, problem, varying)
+            for i, prepared in self._ends.prepared.items():
+                varying = self._ends.turning[i][s] * radius if i in self._ends.turning else None
+                self._local(i).take(prepared, s, problem, varying)
             found, point = least(problem, self.region, scale, _STEPS)
             found = max(found, float(cheap[s]))
             margins[walk.others[s]] = found
@@ -255,7 +261,7 @@ def margins_over_box(network: Network, lower: Float64[Tensor, "n d"], upper: Flo
     """
     if lower.shape != upper.shape or lower.ndim != 2 or not bool((lower <= upper).all()):
         raise InputError(
-            f"lower has shape {tuple(lower.shape)} and upper {tuple(upper.shape)}; expected two (n, d) with lower <= upper"
+            f"lower has shape {tuple(lower.shape)} and upper {tuple(upper.shape)}; expected (n, d) with lower <= upper"
         )
     low, high = lower.double(), upper.double()
     middle = (low + high) / 2
@@ -278,7 +284,9 @@ def _check_size(walk: Walk) -> None:
         layer = piece.layer if isinstance(piece, Attention) else None
         scalars = n * (3 * d + layer.h * n) if layer is not None else n * 4 * d
         if max(n * d, scalars if layer is None else layer.h * n * n) > LONGEST:
-            raise MemoryLimitError(f"forms takes inner products of {LONGEST} terms; a piece with {n} x {d} numbers has more")
+            raise MemoryLimitError(
+                f"forms takes inner products of {LONGEST} terms; a piece with {n} x {d} numbers has more"
+            )
         need = 8.0 * 4 * scalars * n * d
         if need > _MEMORY:
             raise MemoryLimitError(

@@ -12,8 +12,8 @@ Q₂ is a quadratic form of δ. Of the rest every term is a number times t_j² o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, replace
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -50,14 +50,14 @@ class Rows:
 
     def groups(self) -> list[tuple[Tensor, Tensor]]:
         """Members of the batch that concern the same rows, and these rows."""
-        patterns, which = (self.size != 0).unique(dim=0, return_inverse=True)
+        patterns, which = torch.unique(self.size != 0, dim=0, return_inverse=True)
         found = [((which == i).nonzero().squeeze(-1), row.nonzero().squeeze(-1)) for i, row in enumerate(patterns)]
         return [(index, rows) for index, rows in found if len(rows)]
 
     def some(self, index: slice) -> Rows:
         """A part of the batch."""
-        parts = {name: x[index] if isinstance(x, Tensor) else x for name, x in vars(self).items()}
-        return Rows(**parts)
+        parts: dict[str, Any] = {name: x[index] for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **parts)
 
 
 @final
@@ -114,7 +114,9 @@ class Softmax(Local):
         largest_q, largest_k = (float(torch.linalg.vector_norm(x, dim=-1).amax()) for x in (self._q, self._k))
         sizes.append(2 * sizes[0] * largest_k + 2 * sizes[1] * largest_q)
         counts = [part.numel() for part in (q[..., 0, 0], keys[..., 0, 0], values[..., 0, 0], logits[..., 0, 0])]
-        error = torch.cat([torch.full((c,), 4 * self._theta * s, dtype=torch.float64) for c, s in zip(counts, sizes)])
+        error = torch.cat(
+            [torch.full((c,), 4 * self._theta * s, dtype=torch.float64) for c, s in zip(counts, sizes, strict=True)]
+        )
         return C, error
 
     def _split(self, x: Tensor) -> list[Tensor]:
@@ -157,17 +159,21 @@ class Softmax(Local):
         if len(flat) + h * rows * (n + 1) * k <= _JOINT:
             together = torch.cat([flat, self._Q.reshape(-1, width), self._centred_K.reshape(-1, width)])
             forms = torch.arange(len(flat)), len(flat) + torch.arange(h * rows * (n + 1)).repeat_interleave(k)
-            parts = [torch.arange(h * rows).repeat_interleave(n), torch.arange(h * rows), torch.arange(h * rows).repeat_interleave(n)]
+            parts = [
+                torch.arange(h * rows).repeat_interleave(n),
+                torch.arange(h * rows),
+                torch.arange(h * rows).repeat_interleave(n),
+            ]
             blocks = torch.cat([part + i * h * rows for i, part in enumerate(parts)])
             self._joint = Squares(together, blocks, torch.cat(forms))
         self._bilinear()
         each = [x.reshape(-1) for x in self._first]
-        rows = [x.reshape(-1, width) for x in (self._Q, self._K, self._V, self._L)]
-        self._together = [(x, *_together(y)) for x, y in zip(each, rows, strict=True)]
+        flats = [x.reshape(-1, width) for x in (self._Q, self._K, self._V, self._L)]
+        self._together = [(x, *_together(y)) for x, y in zip(each, flats, strict=True)]
 
     def _bilinear(self) -> None:
         """Inner products of the parts of Q₂ as quadratic forms, which are linear in m."""
-        h, rows, n, width = self._L.shape
+        h, rows, n, _ = self._L.shape
         k = self._Q.shape[2]
         q, keys, values = (x.flatten(0, 2) for x in (self._Q, self._K, self._V))
         QQ = (q @ q.mT).reshape(h, rows, k, h, rows, k)
@@ -202,7 +208,10 @@ class Softmax(Local):
         spread = (spread + 8 * theta * wide.square() * lengths.square().unsqueeze(1)).sqrt()
         pg = p * g
         square = torch.einsum("shij,hijl,shil->shi", pg, self._logit_gram, pg).clamp(min=0.0)
-        slack = ((p * most_g * self._logit_length).sum(-1) + size.unsqueeze(1) * self._value * (p * self._logit_length).sum(-1)).square()
+        slack = (
+            (p * most_g * self._logit_length).sum(-1)
+            + size.unsqueeze(1) * self._value * (p * self._logit_length).sum(-1)
+        ).square()
         slope = (square + 8 * theta * slack).sqrt()
         rounding = (size.unsqueeze(1) * self._second_size()).sum((1, 2))
         bent = self._crossed.most(pg.flatten(1)) + self._squared.most(pg.flatten(1)) + self._carried.most(m.flatten(1))
@@ -219,7 +228,7 @@ class Softmax(Local):
             for part in torch.split(index, _CHUNK // self._L.shape[-1] ** 2):
                 left, right = self._pair(rows, part, chosen, (self._Q, self._K, self._V, self._L))
                 form = left.mT @ right
-                found = gram_norm((form + form.mT) / 2, error[part] + 1e-300, 3).square() * (1 + 1e-9)
+                found = gram_norm((form + form.mT) / 2, error[part] + 1e-300, 2).square() * (1 + 1e-9)
                 rows.bent[part] = torch.minimum(rows.bent[part], found)
 
     def _second_size(self) -> Tensor:
@@ -237,7 +246,7 @@ class Softmax(Local):
         if 4.0 * h * rows * n * k * width * sum(M.shape[1] for M, _ in functions.values()) > budget:
             return None
         found = {}
-        for l, (M, accuracy) in functions.items():
+        for source, (M, accuracy) in functions.items():
             q, keys, _, _ = self._split(M)  # (h, i, k, M), (h, j, k, M)
             keys = keys.unsqueeze(1) - torch.einsum("hij,hjkm->hikm", self._pr, keys).unsqueeze(2)
             norms = [
@@ -247,8 +256,10 @@ class Softmax(Local):
                 for a in range(h)
                 for i in range(rows)
             ]
-            size = (float(torch.linalg.vector_norm(M)) + accuracy) * (_length(self._Q, 2).amax() + _length(self._K, 2).amax())
-            found[l] = torch.cat(norms) * (1 + 1e-9) + 32 * self._theta * float(size)
+            size = (float(torch.linalg.vector_norm(M)) + accuracy) * (
+                _length(self._Q, 2).amax() + _length(self._K, 2).amax()
+            )
+            found[source] = torch.cat(norms) * (1 + 1e-9) + 32 * self._theta * float(size)
         return found
 
     def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float) -> float:
@@ -265,7 +276,9 @@ class Softmax(Local):
         self._query, self._query_rest = r * self._norm_q, rest_q
         self._key = r * self._norm_k * self._sr
         # b to first order, and what rests add to it: by norms, or coordinate by coordinate and with turned covectors.
-        self._rest_b = rest_q.unsqueeze(-1) * (self._key + self._rest_centred) + self._query.unsqueeze(-1) * self._rest_centred
+        self._rest_b = (
+            rest_q.unsqueeze(-1) * (self._key + self._rest_centred) + self._query.unsqueeze(-1) * self._rest_centred
+        )
         if self.bending is not None:
             tiny_q, tiny_k = (torch.linalg.vector_norm(x, dim=-1) for x in self._tiny[:2])
             minute = 2 * tiny_k.amax() * self._query.unsqueeze(-1) + tiny_q.unsqueeze(-1) * self._key
@@ -285,21 +298,21 @@ class Softmax(Local):
         most_v = torch.linalg.vector_norm(first[2] + v, dim=-1).amax()  # over heads and tokens
         heads, n = self._w_o.shape[0], self.u.shape[0]
         out = (2 * self._value + float(most_v)) * self._outer * (heads * n) ** 0.5
-        return (out + abs(self._residual) * moved) * (1 + 1e-9)
+        return float((out + abs(self._residual) * moved) * (1 + 1e-9))
 
     def _weights(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Weights of the rest on ℓ_j² and on |b_j|, (S, h, i, j), and sup |n_j|."""
         p, g, r = self._pr, rows.most_g, self._size.radius
-        beyond, b, l, tau = self._beyond, self._most_b, self._most_l, self._tau
+        beyond, b, linear, tau = self._beyond, self._most_b, self._most_l, self._tau
         rest = torch.einsum("shik,hjk->shij", rows.m.abs(), self._rest_v)
         n = (r * rows.n + rest + (p * rest).sum(-1, keepdim=True)) * self._sr
         N = r * rows.slope + (p * (self._rest_l + b) * g).sum(-1) + (p * tau * n).sum(-1)
         mean = (p * (1 + beyond) / 2 * tau.square()).sum(-1)
         N = N + mean * (g + n).amax(-1)
         core = p / 2 * (beyond * g + (1 + beyond) * (n + N.unsqueeze(-1)))
-        share = b / l.clamp(min=_SMALL)  # t² <= (1 + κ)ℓ² + (1 + 1/κ)b²
+        share = b / linear.clamp(min=_SMALL)  # t² <= (1 + κ)ℓ² + (1 + 1/κ)b²
         on_l = core * (1 + share)
-        on_b = core * (b + l) + p * (g * (l + b / 2) + n)
+        on_b = core * (b + linear) + p * (g * (linear + b / 2) + n)
         return on_l * (1 + 1e-9), on_b * (1 + 1e-9), n
 
     def _numbers(self, rows: Rows, on_l: Tensor, crossed: bool) -> Tensor:
@@ -366,15 +379,15 @@ class Softmax(Local):
         cost = sum(len(index) * len(chosen) / n_rows for index, chosen in rows.groups())
         if cost * heads * width * 4 * sum(M.shape[1] for M, _ in functions.values()) > budget:
             return None
-        found = {l: torch.zeros(S, M.shape[1], dtype=torch.float64) for l, (M, _) in functions.items()}
+        found = {source: torch.zeros(S, M.shape[1], dtype=torch.float64) for source, (M, _) in functions.items()}
         for index, chosen in rows.groups():
             left, right = self._pair(rows, index, chosen, (self._Q, self._K, self._V, self._L))
-            for l, (M, accuracy) in functions.items():
+            for source, (M, accuracy) in functions.items():
                 other_left, other_right = self._pair(rows, index, chosen, tuple(self._split(M)))
                 turned = other_left.mT @ right + other_right.mT @ left  # (S, M, p)
                 size = self._turning_size(rows, index, float(torch.linalg.vector_norm(M)) + accuracy)
-                found[l][index] = torch.linalg.vector_norm(turned, dim=-1) + 32 * self._theta * size.unsqueeze(-1)
-        return {l: x * (1 + 1e-9) for l, x in found.items()}
+                found[source][index] = torch.linalg.vector_norm(turned, dim=-1) + 32 * self._theta * size.unsqueeze(-1)
+        return {source: x * (1 + 1e-9) for source, x in found.items()}
 
     def _turning_size(self, rows: Rows, index: Tensor, length: float) -> Tensor:
         """(S) a bound of the turning on absolute values, for rounding."""

@@ -12,6 +12,7 @@ from holdfast.network.forms.local import THETA
 _CHUNK = 2**22
 _GROUP = 10  # hinges whose subsets are all tried
 _CUBE_GROUP = 7  # the same in a cube, where a subset costs more
+_SHARPER, _ROUNDS = 8, 3  # subsets of a group that are looked at in the cube, and how often
 _REST = 0.02  # a share that is not worth another group
 
 
@@ -39,12 +40,15 @@ class Squares:
         self._blocks, self._count = blocks, int(blocks.max()) + 1 if len(blocks) else 0
         self.lengths = lengths * (1 + 1e-12)
 
-    def most(self, weights: Float64[Tensor, "S K"], radius: float, each: Float64[Tensor, " K"]) -> Float64[Tensor, " S"]:
+    def most(
+        self, weights: Float64[Tensor, "S K"], radius: float, each: Float64[Tensor, " K"]
+    ) -> Float64[Tensor, " S"]:
         """Bounds of the supremum over ‖a‖ <= radius, where also |x_k·a| <= each_k."""
         if self._count == 0:
             return torch.zeros(len(weights), dtype=torch.float64)
         found = [self._most(w) for w in torch.split(weights, max(1, _CHUNK // weights.shape[-1]))]
-        return torch.minimum(torch.cat(found) * (radius * radius), weights @ each.square()) * (1 + 1e-10)
+        most: Tensor = torch.minimum(torch.cat(found) * (radius * radius), weights @ each.square()) * (1 + 1e-10)
+        return most
 
     def _most(self, w: Tensor) -> Tensor:
         S, nb = len(w), self._count
@@ -57,13 +61,15 @@ class Squares:
                 seen = (w[:, inside] @ self._squares[inside]) * w  # (S, K)
                 N[:, b] = torch.zeros(S, nb, dtype=torch.float64).index_add_(1, self._blocks, seen)
         N = N.clamp(min=0.0).sqrt() * (1 + 1e-10)
-        return gram_norm(N, 1e-12 * torch.linalg.matrix_norm(N), 4).square() * (1 + 1e-10)
+        found: Tensor = gram_norm(N, 1e-12 * torch.linalg.matrix_norm(N), 4).square() * (1 + 1e-10)
+        return found
 
     def length(self, coefficients: Float64[Tensor, "S K"]) -> Float64[Tensor, " S"]:
         """Bounds of ‖Σ_k c_k x_k‖, for coefficients of either sign."""
         square = ((coefficients @ self.gram) * coefficients).sum(-1).clamp(min=0.0)
         size = coefficients.abs() @ self.lengths
-        return (square + THETA * size.square()).sqrt() * (1 + 1e-10)
+        found: Tensor = (square + THETA * size.square()).sqrt() * (1 + 1e-10)
+        return found
 
 
 def hinges(
@@ -79,9 +85,9 @@ def hinges(
     Where the region is a cube, x_k·a = Σ_i cube_ki y_i with |y_i| <= radius, up to a relative 2⁻⁴⁰ of ‖x_k‖ radius.
 
     A sum of positive parts is the largest of the sums over subsets, each of which is linear in a. So the supremum of a
-    few terms is found by trying all subsets A: ‖Σ_A w_k x_k‖ radius, or Σ_A w_k each_k, or the sum of absolute values of
-    Σ_A w_k cube_k, less Σ_A w_k t_k. Terms are
-    taken in groups, those with the largest suprema first, and the groups' suprema are added.
+    few terms is found by trying all subsets A: ‖Σ_A w_k x_k‖ radius, or Σ_A w_k each_k, or the sum of absolute values
+    of Σ_A w_k cube_k, less Σ_A w_k t_k. Terms are taken in groups, those with the largest suprema first, and the
+    groups' suprema are added.
     """
     group = _GROUP if cube is None else _CUBE_GROUP
     own = weights * (each - threshold).clamp(min=0.0)  # (S, K)
@@ -95,16 +101,21 @@ def hinges(
         size = chosen.shape[1]
         tried = subsets if size == group else subsets[: 2**size, group - size :]
         w = weights.gather(1, chosen)
-        for part in torch.split(torch.arange(len(w)), max(1, _CHUNK // (len(tried) * (size if cube is None else cube.shape[1])))):
+        for part in torch.split(
+            torch.arange(len(w)), max(1, _CHUNK // (len(tried) * size if cube is None else _SHARPER * cube.shape[1]))
+        ):
             v, k = w[part], chosen[part]
             gram = v.unsqueeze(-1) * squares.gram[k.unsqueeze(-1), k.unsqueeze(-2)] * v.unsqueeze(-2)
             long = (v * squares.lengths[k]).sum(-1, keepdim=True).square()
             square = ((tried @ gram) * tried).sum(-1).clamp(min=0.0) + THETA * long  # (S, 2^g)
             most = torch.minimum(square.sqrt() * radius, (v * each[k]) @ tried.mT) * (1 + 1e-10)
-            if cube is not None:
-                rows = tried @ (v.unsqueeze(-1) * cube[k])  # (S, 2^g, P)
-                most = torch.minimum(most, rows.abs().sum(-1) * radius * (1 + 1e-10) + THETA * long.sqrt() * radius)
             lost = (v * threshold[k]) @ tried.mT
+            for _ in range(_ROUNDS if cube is not None else 0):  # the largest ones are worth a sharper bound
+                assert cube is not None
+                top = (most - lost).topk(min(_SHARPER, len(tried)), -1).indices  # (S, top)
+                sharp = (tried[top] * v.unsqueeze(-2)) @ cube[k]  # (S, top, P)
+                sharp = sharp.abs().sum(-1) * radius * (1 + 1e-10) + THETA * long.sqrt() * radius
+                most = most.scatter(-1, top, torch.minimum(most.gather(-1, top), sharp))
             found = (most - lost + 1e-12 * (most + lost.abs())).amax(-1).clamp(min=0.0)
             total[part] += torch.minimum(found, sorted_own[part, start : start + size].sum(-1)) * (1 + 1e-10)
         left = sorted_own[:, start + group :].sum(-1)

@@ -6,8 +6,8 @@ input of a piece is pulled back through the A's; with μ_l the covector at the o
 
     c·δ = first order + Σ_l ⟨μ_l, e_l(δ_l)⟩ + tiny,    |tiny| <= Σ_l (‖μ_l‖ d_l + ‖lost_l‖ ‖δ_l‖),
 
-d_l the rounding of the value of piece l, lost_l that of the pull through it. The affine pieces at the beginning count as
-one, the entrance.
+d_l the rounding of the value of piece l, lost_l that of the pull through it. The affine pieces at the beginning count
+as one, the entrance.
 """
 
 from __future__ import annotations
