@@ -40,7 +40,7 @@ def value(piece: Piece, u: Any) -> Any:
     """The output (m, c) of a piece for u (n, d)."""
     if isinstance(piece, LayerNorm):
         x = u - u.sum(-1, keepdims=True) / u.shape[-1]
-        s = each(mpmath.sqrt, (x * x).sum(-1, keepdims=True) / u.shape[-1] + mpmath.mpf(piece._kappa))
+        s = each(mpmath.sqrt, (x * x).sum(-1, keepdims=True) / u.shape[-1] + mpmath.mpf(piece.kappa))
         return exact(piece.gamma) * x / s + exact(piece.beta)
     if isinstance(piece, Mlp):
         hidden = each(mpmath.tanh, u @ exact(piece.w1) + exact(piece.b1))

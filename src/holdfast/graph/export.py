@@ -332,7 +332,7 @@ class _Answering(nn.Module):
     def __init__(self, model: nn.Module, logits: bool) -> None:
         super().__init__()
         self.model, self._logits = model, logits
-        self.train(model.training)
+        self.training = model.training  # of the whole alone: its parts keep their modes
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         returned = self.model(*args, **kwargs)
