@@ -14,10 +14,11 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor, nn
 
-from holdfast.errors import HoldfastError, InputError, NotApplicableError
+from holdfast.errors import HoldfastError, InputError, MemoryLimitError, NotApplicableError
 from holdfast.graph import to_network
 from holdfast.graph.onnx import OnnxModel
 from holdfast.linalg.rounding import frobenius_upper, up
+from holdfast.network import forms
 from holdfast.network.affine import Affine
 from holdfast.network.centre import Centre
 from holdfast.network.compositions import compositions
@@ -203,7 +204,8 @@ def _leading(network: Network, A: Float64[Tensor, "j k"], c: Float64[Tensor, " j
 def leads_everywhere(network: Network, lower: Float64[Tensor, "n d"], upper: Float64[Tensor, "n d"]) -> bool:
     """Whether it is proved that class 0 has the largest logit on the whole box.
 
-    The box lies in the ball around its centre that its corners touch, and that is what the compositions are asked for.
+    Where every piece has quadratic forms, they bound the margins over the box itself (docs/math/forms.md). Otherwise
+    the compositions are asked for the ball around its centre that its corners touch.
     """
     x = (lower + upper) / 2
     half = up(torch.maximum(upper - x, x - lower)).clamp(min=0.0)
@@ -214,8 +216,11 @@ def leads_everywhere(network: Network, lower: Float64[Tensor, "n d"], upper: Flo
     if not bool((upper > lower).any()):
         return True
     try:
+        if forms.refusal(network) is None:
+            found = forms.margins_over_box(network, lower, upper)
+            return found.least > 0 and bool(found.margins[0] == math.inf)  # class 0 is the one that leads
         return bool(compositions["best"](centre, radius).radius >= radius)
-    except NotApplicableError:
+    except (NotApplicableError, MemoryLimitError):
         return False
 
 
