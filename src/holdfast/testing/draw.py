@@ -67,6 +67,11 @@ def draw(seed: int) -> Case:
     return dice.pick(case, case, case.float())
 
 
+def plain(case: Case) -> Case:
+    """The case without caps, sinks and norms of queries and keys, for which most bounds have no proof."""
+    return replace(case, layer=case.layer.replace(soft_cap=None, sinks=None, q_norm=None, k_norm=None))
+
+
 def _as_it_is(case: Case, dice: Dice) -> Case:
     return case
 
