@@ -15,6 +15,7 @@ from torch import Tensor
 from holdfast.attention import AttentionLayer
 from holdfast.attention.rotary import Rotary
 from holdfast.graph.fuse import fused
+from holdfast.graph.structure import choice
 from holdfast.network.affine import Affine
 from holdfast.network.attention import Attention
 from holdfast.network.base import Piece
@@ -99,23 +100,12 @@ def _pooled(stage: Stage, needed: Rows, rows: Rows, shape: tuple[int, int]) -> l
     index = stage.index[needed] if isinstance(stage, Selection) else rows.unsqueeze(-1) * d + torch.arange(d)
     row, column = index // d, index % d
     moved = torch.where(index < 0, -1, torch.searchsorted(rows, row.clamp(min=0)) * d + column)
-    return _entries(moved, (len(rows), d))
+    return [*choice(moved, (len(rows), d))]
 
 
 def _chosen(rows: Rows, shape: tuple[int, int]) -> list[Stage]:
     """The piece that keeps these rows alone, if there are others."""
-    return _entries(rows.unsqueeze(-1) * shape[1] + torch.arange(shape[1]), shape)
-
-
-def _entries(index: Tensor, shape: tuple[int, int]) -> list[Stage]:
-    everything = torch.arange(shape[0] * shape[1]).reshape(shape)
-    if index.shape == everything.shape and torch.equal(index, everything):
-        return []
-    if len(index) == 1 and index.shape[1] == shape[1]:
-        token = int(index[0, 0]) // shape[1]
-        if torch.equal(index[0], everything[token]):
-            return [ClassToken(token)]
-    return [Selection(index, shape)]
+    return [*choice(rows.unsqueeze(-1) * shape[1] + torch.arange(shape[1]), shape)]
 
 
 def _cut(stage: Stage, rows: Rows, n: int) -> Stage:
