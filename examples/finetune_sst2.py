@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from holdfast import HoldfastError, JaSMin
-from holdfast.tracing.extras import require
+from holdfast.extras import require
 from holdfast.train import JaSMinTrainer, MonitorCallback, MonitorRecord
 
 transformers = require("transformers", "hf")

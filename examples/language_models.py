@@ -2,18 +2,21 @@
 
 python examples/language_models.py smollm2 alice.txt --tokens 128
 python examples/language_models.py minilm alice.txt --tokens 128 --cache
+python examples/language_models.py smollm2 alice.txt --lengths 32 128 512 --every 12 --json cache-smollm2.json
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import holdfast
-from holdfast.tracing.loading import load
+from holdfast.models.loading import LoadedModel, load
 
 EPS = 0.01
 BITS = (2, 4, 6, 8, 10, 12)
@@ -27,17 +30,31 @@ def main() -> None:
     parser.add_argument("--start", type=int, default=0, help="how many characters to skip")
     parser.add_argument("--cache", action="store_true", help="the table of bits instead of that of layers")
     parser.add_argument("--time", action="store_true", help="only how long the bounds of all layers take")
+    parser.add_argument("--lengths", type=int, nargs="+", help="the cache at these many tokens, and norms beside it")
+    parser.add_argument("--json", type=Path, help="where the numbers of --lengths go too")
     parser.add_argument("--tolerance", type=float, default=0.1, help="of a quantised cache")
     parser.add_argument("--every", type=int, default=1, help="take every so-manieth layer")
     asked = parser.parse_args()
-    words = asked.text.read_text(encoding="utf-8")[asked.start : asked.start + 40 * asked.tokens]
-    loaded = load(asked.model, text=[words], max_tokens=asked.tokens)
+    tokens = max(asked.lengths or [asked.tokens])
+    words = asked.text.read_text(encoding="utf-8")[asked.start : asked.start + 40 * tokens]
+    loaded = load(asked.model, text=[words], max_tokens=tokens)
+    if asked.lengths:
+        kinds = "actual, proved, norms, norms / proved"
+        print(f"| tokens | layer | int8: {kinds} | int4: {kinds} |\n|---|---|---|---|")
+        rows = list[dict[str, Any]]()
+        for n in asked.lengths:
+            rows += cache_at(loaded, n, asked.every)
+            if asked.json:
+                record = {"model": asked.model, "text": asked.text.name, "start": asked.start, "rows": rows}
+                asked.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        return
     traced = holdfast.trace(loaded.model, loaded.inputs)[:: asked.every]
     if asked.time:
-        began = time.process_time()
+        wall, processor = time.perf_counter(), time.process_time()
         for each in traced:
             bounded(each)
-        print(f"{len(traced)} layers, {time.process_time() - began:.1f} s of processor time")
+        wall, processor = time.perf_counter() - wall, time.process_time() - processor
+        print(f"{len(traced)} layers, {wall:.1f} s, {processor:.1f} s of processor time")
     elif asked.cache:
         cache(traced, asked.tolerance)
     else:
@@ -76,6 +93,33 @@ def cache(traced: list[holdfast.TracedLayer], tolerance: float) -> None:
         (row,) = table.layers
         cells = " | ".join(f"{row.movement[b][0]:.2g}, {row.movement[b][2]:.2g}" for b in BITS)
         print(f"| {row.name} | {cells} | {row.actual or 'more'}, {row.proved or 'more'} |", flush=True)
+
+
+def cache_at(loaded: LoadedModel, n: int, every: int) -> list[dict[str, Any]]:
+    """Relative movement of the worst token of n with a cache in 8 and in 4 bits, and what norms alone would prove."""
+    assert isinstance(loaded.inputs, dict)
+    inputs = {name: t[:, :n] for name, t in loaded.inputs.items()}
+    rows = []
+    for index, each in list(enumerate(holdfast.trace(loaded.model, inputs)))[::every]:
+        row: dict[str, Any] = {"tokens": n, "layer": index}
+        for bits in ("int8", "int4"):
+            r = holdfast.cache_error(each.layer, each.x, bits, bits, attack=False)
+            assert r.moved is not None
+            size = r.size.median()
+            row[bits] = {
+                "actual": float(r.moved.max() / size),
+                "proved": float(r.value.max() / size),
+                "norms": float(r.norms.max() / size),
+                "median norms / proved": float((r.norms / r.value).median()),
+                "seconds": r.seconds,
+            }
+        rows.append(row)
+        cells = (
+            f"{c['actual']:.2g}, {c['proved']:.2g}, {c['norms']:.2g}, {c['median norms / proved']:.1f}"
+            for c in (row["int8"], row["int4"])
+        )
+        print(f"| {n} | {index} | {' | '.join(cells)} |", flush=True)
+    return rows
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
-from holdfast.models.digits import CLASSES, DIGITS_FILE, MAX_PIXEL, SIDE, WEIGHTS_FILE, DigitsViT
+from holdfast.data.digits import CLASSES, DIGITS_FILE, MAX_PIXEL, SIDE
+from holdfast.models.digits import WEIGHTS_FILE, DigitsViT
 
 SEED = 0
 TEST_SIZE = 360

@@ -1,0 +1,86 @@
+"""Trains the small Llama that comes with Holdfast on a text, and writes its files.
+
+python examples/train_tiny_llama.py alice.txt
+
+Embeddings are moved by noise in training, so that the answers do not hang on the last digits of a word. It needs
+transformers and takes a few minutes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from holdfast.models.tiny_llama import FOLDER, UNKNOWN, WORDS_FILE, split_words, word_ids
+
+SEED, WORDS, CONTEXT, TEST = 0, 256, 16, 0.1
+STEPS, BATCH, LEARNING_RATE, WEIGHT_DECAY, NOISE = 3000, 64, 3e-3, 0.1, 0.3
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-3,
+}
+
+
+def main() -> None:
+    """Trains, measures the accuracy on the end of the text, writes the files."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--noise", type=float, default=NOISE, help="length of the noise, in lengths of an embedding")
+    parser.add_argument("--decay", type=float, default=WEIGHT_DECAY, help="of the weights")
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    asked = parser.parse_args()
+    torch.manual_seed(SEED)
+    torch.set_num_threads(1)  # the model is too small for more, and the sums keep their order
+    words = split_words(asked.text.read_text(encoding="utf-8"))
+    known = ["<unknown>", *(word for word, _ in Counter(words).most_common(WORDS - 1))]
+    ids = word_ids(words, known)
+    cut = int(len(ids) * (1 - TEST))
+    config = LlamaConfig(**SIZES, vocab_size=WORDS, tie_word_embeddings=True, pad_token_id=UNKNOWN)
+    model = LlamaForCausalLM(config)
+    began = time.perf_counter()
+    train(model, ids[:cut], asked.steps, asked.noise, asked.decay)
+    print(f"accuracy {accuracy(model.eval(), ids[cut:]):.1%} of known words, {time.perf_counter() - began:.0f} s")
+    model.save_pretrained(asked.out)
+    (asked.out / "generation_config.json").unlink(missing_ok=True)
+    (asked.out / WORDS_FILE).write_text("\n".join(known) + "\n", encoding="utf-8")
+
+
+def train(model: LlamaForCausalLM, ids: Tensor, steps: int, noise: float, decay: float) -> None:
+    """A fixed number of steps; the last weights are kept."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=decay)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps)
+    windows = ids.unfold(0, CONTEXT + 1, 1)
+    for _ in range(steps):
+        batch = windows[torch.randint(len(windows), (BATCH,))]
+        x = model.get_input_embeddings()(batch[:, :-1])
+        moved = torch.randn_like(x) * (noise * torch.rand(BATCH, 1, 1) / x.shape[-1] ** 0.5)
+        logits = model(inputs_embeds=x + moved * x.norm(dim=-1, keepdim=True).detach()).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), ignore_index=UNKNOWN)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        schedule.step()
+
+
+@torch.no_grad()
+def accuracy(model: LlamaForCausalLM, ids: Tensor) -> float:
+    """How often the next word is the one with the largest logit, among known words."""
+    windows = ids.unfold(0, CONTEXT + 1, 1)
+    right, known = model(windows[:, :-1]).logits[:, -1].argmax(-1) == windows[:, -1], windows[:, -1] != UNKNOWN
+    return float(right[known].float().mean())
+
+
+if __name__ == "__main__":
+    main()
