@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from benchmarks.harness import cpu_seconds, machine, save
 from holdfast import JaSMin
-from holdfast.tracing.extras import require
+from holdfast.extras import require
 from holdfast.train import Monitor
 
 WIDTH, DEPTH, HEADS, BATCH, IMAGE, PATCH = 192, 6, 3, 32, 32, 4

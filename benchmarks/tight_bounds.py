@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 import holdfast
-from holdfast.repro.tightness import Regime, draw
 from holdfast.storage import write_text
+from holdfast.studies.tightness import Regime, draw
 
 EPS = 0.1
 CURVE = [0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0]

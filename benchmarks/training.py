@@ -18,22 +18,22 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.harness import machine, save
+from holdfast.layers import ManifoldStep, manifold_parameters
 from holdfast.models import Transformer, config
-from holdfast.nn import ManifoldStep, manifold_parameters
 from holdfast.train.losses import CrossEntropy, Emma, Loss, Pgd
-from holdfast.train.objective import Objective
-from holdfast.train.slopes import Gains, Jacobian, MarginGradient, SecondOrder
+from holdfast.train.objective import TrainingObjective
+from holdfast.train.slopes import GainsSlope, GradientSlope, JacobianSlope, SecondOrderSlope
 
 MODEL = "cifar10-smooth"
 PLAIN = "cross-entropy"
 LOSSES: dict[str, Loss] = {
     PLAIN: CrossEntropy(),
-    "emma, gains": Emma(slope=Gains()),
-    "emma, gains of 16 inputs": Emma(slope=Gains(sample=16)),
-    "emma, jacobian": Emma(slope=Jacobian()),
-    "emma, margin gradient": Emma(slope=MarginGradient(curvature=0.0)),
-    "emma, margin gradient and curvature": Emma(slope=MarginGradient()),
-    "emma, second order": Emma(slope=SecondOrder()),
+    "emma, gains": Emma(slope=GainsSlope()),
+    "emma, gains of 16 inputs": Emma(slope=GainsSlope(sample=16)),
+    "emma, jacobian": Emma(slope=JacobianSlope()),
+    "emma, margin gradient": Emma(slope=GradientSlope(curvature=0.0)),
+    "emma, margin gradient and curvature": Emma(slope=GradientSlope()),
+    "emma, second order": Emma(slope=SecondOrderSlope()),
     "pgd, 7 steps": Pgd(),
 }
 ROUNDS = 5
@@ -46,7 +46,7 @@ class Steps:
         torch.manual_seed(0)
         gpu = device != "cpu"
         model = Transformer(config(MODEL)).to(device)
-        self._objective = Objective(model, (loss,), bf16=gpu)
+        self._objective = TrainingObjective(model, (loss,), bf16=gpu)
         if gpu:
             self._objective.compile()
         orthogonal = list(manifold_parameters(model))

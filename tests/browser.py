@@ -1,14 +1,11 @@
-"""A real browser for tests: headless Chromium, driven over the WebDriver protocol."""
+"""A real browser for tests: the system's headless Chromium, driven by selenium."""
 
 from __future__ import annotations
 
 import base64
 import json
 import shutil
-import socket
-import subprocess
-import time
-import urllib.request
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,8 @@ FLAGS = (
 
 def missing() -> str | None:
     """Why there is no browser to test in, or None."""
+    if find_spec("selenium") is None:
+        return "selenium not installed (pip install 'holdfast[dev]')"
     absent = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
     return f"{' and '.join(absent)} not installed (Debian: apt install chromium chromium-driver)" if absent else None
 
@@ -35,62 +34,34 @@ class Browser:
     """One session; use as a context."""
 
     def __init__(self, profile: Path, width: int = 1280, height: int = 900) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
         self._flags = [*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"]
-        self._session = ""
 
     def __enter__(self) -> Browser:
-        self._driver = subprocess.Popen(
-            ["chromedriver", f"--port={self._port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        wanted = {
-            "browserName": "chrome",
-            "goog:chromeOptions": {"args": self._flags, "binary": shutil.which("chromium")},
-            "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"},
-        }
-        for attempt in range(100):
-            try:
-                made = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
-                break
-            except ConnectionError:
-                if attempt == 99:
-                    raise
-                time.sleep(0.05)
-        self._session = f"/session/{made['sessionId']}"
+        from selenium.webdriver import Chrome, ChromeOptions
+        from selenium.webdriver.chrome.service import Service
+
+        options = ChromeOptions()
+        options.binary_location = shutil.which("chromium") or ""
+        for flag in self._flags:
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        self._driver = Chrome(options, Service(shutil.which("chromedriver")))
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self._ask("DELETE", self._session)
-        finally:
-            self._driver.terminate()
-            self._driver.wait(10)
-
-    def _ask(self, verb: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        url = f"http://127.0.0.1:{self._port}{path}"
-        content = json.dumps(body or {}).encode() if verb == "POST" else None
-        request = urllib.request.Request(url, content, {"Content-Type": "application/json"}, method=verb)
-        try:
-            with urllib.request.urlopen(request, timeout=30) as reply:
-                return json.load(reply)["value"]
-        except urllib.error.HTTPError as error:
-            raise AssertionError(json.load(error)["value"]["message"]) from None
-        except urllib.error.URLError as error:
-            raise ConnectionError(error.reason) from None
+        self._driver.quit()
 
     def open(self, page: Path) -> None:
         self.log("performance")  # what came before does not count
-        self._ask("POST", f"{self._session}/url", {"url": page.as_uri()})
+        self._driver.get(page.as_uri())
 
     def run(self, script: str, *arguments: object) -> Any:
         """The value that the script returns."""
-        return self._ask("POST", f"{self._session}/execute/sync", {"script": script, "args": list(arguments)})
+        return self._driver.execute_script(script, *arguments)
 
     def command(self, name: str, **options: object) -> Any:
         """One command of the DevTools protocol."""
-        return self._ask("POST", f"{self._session}/goog/cdp/execute", {"cmd": name, "params": options})
+        return self._driver.execute_cdp_cmd(name, options)
 
     def resize(self, width: int, height: int = 800) -> None:
         self.command(
@@ -111,12 +82,11 @@ class Browser:
             "const b = e.getBoundingClientRect(); return [b.left + b.width / 2, b.top + b.height / 2]",
             selector,
         )
-        painted = "requestAnimationFrame(() => requestAnimationFrame(arguments[0]))"
-        self._ask("POST", f"{self._session}/execute/async", {"script": painted, "args": []})
+        self._driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
         self.command("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def log(self, kind: str = "browser") -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self._ask("POST", f"{self._session}/se/log", {"type": kind})
+        found: list[dict[str, Any]] = self._driver.get_log(kind)
         return found
 
     def requests(self) -> list[str]:

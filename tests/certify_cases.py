@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from holdfast.bounds.arithmetic import Arithmetic
+from holdfast.certification import Batch, workers
 from holdfast.data import Dataset
 from holdfast.data.dataset import checksum
+from holdfast.layers.piece import Piece
 from holdfast.linalg import Array
-from holdfast.network.base import Piece
+from holdfast.linalg.arithmetic import Arithmetic
 from holdfast.network.network import Head, Network
 
 CLASSES, WIDTH = 4, 6
@@ -60,3 +63,15 @@ def exact_radii(network: Network, x: Tensor) -> Tensor:
 def rows(path: Path) -> list[str]:
     """The lines after the header."""
     return path.read_text(encoding="utf-8").splitlines()[1:]
+
+
+def starve(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
+    """Memory runs out in a batch with this input."""
+    real = workers.examine
+
+    def hungry(model: Any, batch: Batch, *rest: Any) -> Any:
+        if index in batch.indices:
+            raise MemoryError("no room")
+        return real(model, batch, *rest)
+
+    monkeypatch.setattr(workers, "examine", hungry)

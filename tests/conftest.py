@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,20 +16,40 @@ pytest.register_assert_rewrite("holdfast.testing")
 sys.path.append(str(Path(sys.prefix) / "vision"))  # where `make` puts timm and torchvision
 
 from holdfast import HoldfastError  # noqa: E402 - its assertions are rewritten first
+from holdfast.extras import require  # noqa: E402
 from holdfast.testing import Case, make_case  # noqa: E402
-from holdfast.tracing.extras import require  # noqa: E402
+from holdfast.testing.pairwise import pairwise  # noqa: E402
 
 _HEADS = {"1 head": (1, 1), "4 heads": (4, 4), "4/2 heads": (4, 2), "4/1 heads": (4, 1)}
 _MASKS = {"": None, "mask": "shared", "masks": "each"}
 _OUTPUTS = {"": {}, "residual": {"residual": 1.5}, "d_out": {"d_out": 3}}
+_OPTIONS = {
+    "heads": list(_HEADS),
+    "biases": ["", "biases"],
+    "mask": list(_MASKS),
+    "causal": ["", "causal"],
+    "output": list(_OUTPUTS),
+}
 _COMBINATIONS = [
-    {"h": _HEADS[heads][0], "g": _HEADS[heads][1], "biases": bool(biases), "mask": _MASKS[mask], "causal": bool(causal)}
-    | _OUTPUTS[output]
-    | {"name": " ".join(filter(None, [heads, biases, mask, causal, output]))}
-    for heads, biases, mask, causal, output in itertools.product(
-        _HEADS, ("", "biases"), _MASKS, ("", "causal"), _OUTPUTS
-    )
+    dict(zip(("h", "g"), _HEADS[row["heads"]], strict=True))
+    | {"biases": bool(row["biases"]), "mask": _MASKS[row["mask"]], "causal": bool(row["causal"])}
+    | _OUTPUTS[row["output"]]
+    | {"name": " ".join(filter(None, row.values()))}
+    for row in pairwise(_OPTIONS)
 ]
+_SLOWEST = 5  # files that the summary shows
+_seconds: Counter[str] = Counter()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _seconds[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Where the time went: the suite is to stay quick."""
+    terminalreporter.section(f"the {_SLOWEST} slowest files")
+    for file, seconds in _seconds.most_common(_SLOWEST):
+        terminalreporter.write_line(f"{seconds:6.1f} s  {file}")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -43,7 +63,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(params=_COMBINATIONS, ids=lambda options: options["name"])
 def combination(request: pytest.FixtureRequest) -> Case:
-    """Every combination of heads, grouping, biases, masks, causality, and residual or another output width."""
+    """Every pair of heads, grouping, biases, masks, causality, and residual or another output width."""
     return make_case(**request.param, n=5, d=6, k=3)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holdfast.compositions.certify import certify_inputs
 from holdfast.graph import Converted, to_network
 from holdfast.graph.equality import float64_copy, model_logits
-from holdfast.network.compositions.certify import certify_inputs
 from holdfast.network.network import Network
 
 STARTS, STEPS = 8, 6

@@ -12,14 +12,14 @@ import pytest
 from rich.progress import TimeRemainingColumn
 from safetensors.torch import save_file
 
-from certify_cases import labelled, linear_network, rows
+from certify_cases import labelled, linear_network, rows, starve
 from holdfast import InputError
 from holdfast.certification.examples import ranges
 from holdfast.cli import main
 from holdfast.cli.certify import read_radii
-from holdfast.cli.work import telling
 from holdfast.models import DigitsViT
-from holdfast.tracing.loading import load_classifier
+from holdfast.models.loading import load_classifier
+from holdfast.progress import telling
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -60,6 +60,24 @@ def test_certify_shows_accuracies_and_writes_a_file_and_a_page(call: Call, tmp_p
     assert found["radii"] == [36 / 255, 0.5]
 
 
+def test_boxes_radii_and_seconds(call: Call, tmp_path: Path) -> None:
+    line = (
+        "certify linear --data data.safetensors --norm linf --clip -4,4 --at 1/100,0.2 --seconds-per-input 60 --limit 3"
+    )
+    status, out, err = call(f"{line} --out run.jsonl --html page.html --json")
+    assert (status, err) == (0, "")
+    found = json.loads(out)
+    assert found["radii"] == [0.01, 0.2]
+    assert {record["radius"] for record in found["records"]} <= {0.0, 0.01, 0.2}
+    assert {record["norm"] for record in found["records"]} == {"linf"}
+    assert (found["settings"]["clip"], found["settings"]["seconds"]) == ("-4.0,4.0", "60.0")
+    assert "l-infinity, clipped to -4, 4" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert call("verify run.jsonl --all")[0] == 0
+    status, _, err = call("certify linear --data data.safetensors --norm linf --clip 1")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "--clip is '1'; expected two numbers, such as 0,1" in err
+
+
 def test_shards_are_joined_and_checked(call: Call, tmp_path: Path) -> None:
     for i in (1, 2, 3):
         assert call(f"{CERTIFY} --out {i}.jsonl --shard {i}/3 --batch {i}")[0] == 0
@@ -92,7 +110,7 @@ def test_verify_says_what_it_drew_and_what_it_did_not_check(call: Call) -> None:
     assert f"0 failures, drawn with seed {first['seed']} (--seed {first['seed']} repeats it)" in out
     assert "linear on data.safetensors (all), the first 8 of 12 inputs: the file claims" in out
     assert "unchecked: the numbers of the 5 records that were not drawn" in out
-    assert "unchecked: wall times, and the command line" in out
+    assert "unchecked: wall times, what margins were lost to, and the command line" in out
     again = json.loads(call(f"verify run.jsonl --sample 3 --seed {first['seed']} --json")[1])
     assert again["checked"] == first["checked"]
     assert json.loads(call("verify run.jsonl --sample 3 --json")[1])["seed"] != first["seed"]
@@ -117,6 +135,18 @@ def test_runs_stand_side_by_side_on_a_page(call: Call, tmp_path: Path) -> None:
     assert "best, lofast" in page
 
 
+def test_targets_decide_the_exit_status(call: Call, tmp_path: Path) -> None:
+    line = "certify linear --data data.safetensors --radii 0.1 --html page.html --junit junit.xml"
+    status, out, err = call(f"{line} --target 0@1/10")
+    assert (status, err) == (0, "")
+    assert "Written: page.html, junit.xml" in out
+    status, _, err = call(f"{line} --target 0@0.1 --target 1@1000")
+    assert status == 1
+    assert "the target of 100 % at 1000 is missed: 0 % are certified" in err
+    assert 'failures="1"' in (tmp_path / "junit.xml").read_text()
+    assert "✗ failed" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -128,6 +158,9 @@ def test_runs_stand_side_by_side_on_a_page(call: Call, tmp_path: Path) -> None:
         ("certify linear --data data.safetensors --method bst", "unknown composition 'bst': did you mean 'best'?"),
         ("certify linear --data data.safetensors --perturb words", "the perturbation is 'words'; expected"),
         ("certify linear --data data.safetensors --mean 0.5", "one of --mean and --std was given; expected both"),
+        ("certify linear --data data.safetensors --target 95", "--target is '95'; expected SHARE@RADIUS"),
+        ("certify linear --data data.safetensors --target 95@1", "the accuracy of a target is 95.0; expected a share"),
+        ("certify linear --data data.safetensors --junit x.xml", "--junit was given without --target; expected both"),
         ("certify linear --data data.safetensors --beside no.jsonl", "'no.jsonl' cannot be read"),
         ("merge data.safetensors --out x.jsonl", "data.safetensors: the first line is no header"),
         ("verify no.jsonl", "'no.jsonl' cannot be read"),
@@ -168,11 +201,39 @@ def test_an_interrupt_says_how_to_go_on(call: Call, monkeypatch: pytest.MonkeyPa
     assert call(f"{CERTIFY} --out run.jsonl --batch 2")[0] == 0
 
 
+def test_failed_inputs_are_named(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    starve(monkeypatch, 4)
+    status, _, err = call(f"{CERTIFY} --out run.jsonl --batch 3")
+    assert status == 1
+    assert err == (
+        "holdfast: 1 of 12 inputs failed (4), the first of them by MemoryError: no room; the same command tries them "
+        "again\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--gpus-per-task 1", "--gpus-per-task was given without --cluster"),
+        ("--cluster nowhere", "the cluster is 'nowhere'; expected auto, or HOST:PORT of its head"),
+        ("--cluster 127.0.0.1:1", "no Ray cluster answers at '127.0.0.1:1'"),
+    ],
+)
+def test_a_cluster_that_cannot_be_used_gets_one_line(call: Call, options: str, message: str) -> None:
+    pytest.importorskip("ray")
+    status, _, err = call(f"{CERTIFY} {options}")
+    assert status == 2
+    assert err.count("\n") == 1
+    assert message in err
+
+
 def test_the_progress_bar_shows_the_time_that_is_left() -> None:
     with telling("folder/model") as told:
         told(1, 4)
         (task,) = told.bar.tasks
         assert (task.description, task.completed, task.total) == ("model", 1, 4)
+        told.show_workers(3)
+        assert task.description == "model (3 workers)"
         assert any(isinstance(column, TimeRemainingColumn) for column in told.bar.columns)
 
 

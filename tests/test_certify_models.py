@@ -14,11 +14,11 @@ import holdfast
 from holdfast import InputError
 from holdfast.certification import MinimalAttack, verify
 from holdfast.certification.examples import tokenised
-from holdfast.certification.settings import weights_digest
 from holdfast.data import Dataset, load
 from holdfast.data.dataset import checksum
 from holdfast.graph import to_network
 from holdfast.models import DigitsViT
+from holdfast.network.digest import weights_digest
 from holdfast.results import Guarantee
 
 ATTACK = MinimalAttack(restarts=1, targets=3, steps=12)

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 from rich.console import Console
+from torch import Tensor
 
 from browser import Browser, missing
 from holdfast import InputError
+from holdfast.certification import read_examples
 from holdfast.report.certificate import render
-from holdfast.results import Certificate, CertificationRun, RadiusEstimate
+from holdfast.report.changes import MOST, Thumbnail, changes
+from holdfast.results import Certificate, CertificationRun, RadiusEstimate, Target
 
 NASTY = "</script><script>window.broken = true</script>"
 
@@ -107,13 +117,87 @@ def test_nothing_a_user_wrote_becomes_markup_and_nothing_is_fetched() -> None:
 def test_what_is_missing_or_no_certificate_is_said() -> None:
     assert "20 of 23 inputs are done" in render([made_up(missing=(21, 22, 23))])
     numerical = tuple(
-        RadiusEstimate(**{**vars(record), "guarantee": "numerical"})  # type: ignore[arg-type]
+        RadiusEstimate(**{**vars(record), "guarantee": "numerical", "side": "estimate"})  # type: ignore[arg-type]
         for record in made_up().records
     )
     run = made_up(records=numerical)
     page = render([replace(run, settings={**run.settings, "guarantee": "numerical"})])
     assert "No certificate." in page
     assert "No certificate." not in render([made_up()])
+
+
+def test_targets_are_passed_or_missed(tmp_path: Path) -> None:
+    run = made_up()
+    reached, missed = Target(0.65, 0.3), Target(0.66, 0.3)
+    assert (run.meets(reached), run.meets(missed)) == (True, False)
+    assert not replace(run, missing=(21,)).meets(reached)
+    page = render([run], [reached, missed])
+    assert page.count("✓ passed") == page.count("✗ failed") == 1
+    run.to_junit(tmp_path / "junit.xml", reached, missed)
+    suite = ElementTree.parse(tmp_path / "junit.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
+    assert [case.find("failure") is None for case in suite] == [True, False]
+    with pytest.raises(InputError, match="the accuracy of a target is 95; expected a share"):
+        Target(95, 0.3)
+
+
+def with_changes(run: CertificationRun, inputs: dict[int, Tensor | tuple[str, ...]], shape: tuple[int, ...]) -> Any:
+    """The run with these inputs, each of which is changed most at its first row."""
+    delta = torch.full(shape, 0.01)
+    delta[0] = -0.1
+    records = tuple(replace(record, perturbation=delta) for record in run.records)
+    return replace(run, records=records, inputs=inputs)
+
+
+def test_pictures_are_shown_with_their_nearest_change_and_the_difference() -> None:
+    run = made_up(40)
+    pictures = {record.index: torch.rand(3, 8, 8) for record in run.records}
+    run = with_changes(run, pictures, (24, 8))
+    shown = changes(run)
+    assert len(shown) == MOST
+    assert [change.title.split(",")[0] for change in (shown[0], shown[-1])] == ["Input 1", "Input 39"]
+    assert [picture.title for picture in shown[0].pictures] == ["input", "changed", "difference × 5"]
+    expected = (
+        "No change up to 0.05 alters the answer; this one of 0.101 does; it moves no pixel by more than 26 of 255"
+    )
+    assert shown[0].caption.startswith(expected)
+    assert decoded(shown[0].pictures[0]) == pytest.approx((255 * pictures[1]).round(), abs=1)
+    difference = decoded(shown[0].pictures[2])
+    assert (float(difference.min()), float(difference[1].min())) == (0, pytest.approx(127.5 + 12.75, abs=1))
+    page = render([run])
+    assert page.count("<img src=") == 3 * MOST
+    assert len(page) < 150_000
+    part = replace(run, settings={**run.settings, "perturb": "patch:0,0,2,2"})
+    assert all(len(change.pictures) == 1 for change in changes(part))
+    assert "what changes their answers" not in render([made_up(40)])
+
+
+def decoded(picture: Thumbnail) -> Tensor:
+    """(3, h, w) from the data URI."""
+    content = base64.b64decode(picture.source.partition(",")[2])
+    return torch.from_numpy(np.array(Image.open(io.BytesIO(content)))).permute(2, 0, 1).float()
+
+
+def test_sentences_are_shown_with_the_word_that_moves() -> None:
+    sentence = ("a", NASTY, "film")
+    run = with_changes(made_up(5), dict.fromkeys(range(1, 6), sentence), (8, 4))
+    words = changes(run)[0].words
+    assert [word.text for word in words] == [*sentence, "padding"]
+    assert [word.top for word in words] == [True, False, False, False]
+    assert words[0].share == "93 %"
+    assert "“a” moves most" in changes(run)[0].caption
+    one = with_changes(replace(run, settings={**run.settings, "perturb": "word:2"}), run.inputs, (1, 4))
+    assert [word.text for word in changes(one)[0].words if word.top] == ["film"]
+    assert render([run]).count("<script") == 2
+
+
+def test_what_is_neither_a_picture_nor_a_sentence_is_not_shown() -> None:
+    def shown(inputs: Tensor) -> int:
+        return len(read_examples([(x, 0) for x in inputs]).shown())
+
+    assert [shown(torch.rand(2, *shape)) for shape in ((1, 8, 8), (8, 8), (3, 4, 4))] == [2, 2, 2]
+    assert [shown(torch.rand(2, *shape)) for shape in ((5, 8, 8), (16,), (3, 2, 8))] == [0, 0, 0]
+    assert shown(torch.randn(2, 8, 8)) == 0
 
 
 # -- in a browser
@@ -218,7 +302,7 @@ def test_runs_without_an_attack_and_without_a_find(browser: Browser, tmp_path: P
     assert "none found" in text(browser, "#table")
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1200, "light")])
+@pytest.mark.parametrize(("width", "scheme"), [(w, s) for w in (400, 1280) for s in ("light", "dark")])
 def test_nothing_overflows(browser: Browser, tmp_path: Path, width: int, scheme: str) -> None:
     runs = [
         made_up(100, method, factor) for method, factor in (("best", 0.5), ("margin-gradient", 0.3), ("lofast", 0.1))
@@ -226,3 +310,25 @@ def test_nothing_overflows(browser: Browser, tmp_path: Path, width: int, scheme:
     show(browser, tmp_path, *runs, width=width, scheme=scheme)
     assert browser.run("return document.documentElement.scrollWidth") <= width
     assert browser.log() == []
+
+
+def test_the_words_explain_themselves(browser: Browser, tmp_path: Path) -> None:
+    run = with_changes(made_up(3), dict.fromkeys(range(1, 4), ("a", "good", "film")), (3, 4))
+    show(browser, tmp_path, run, width=400, scheme="dark")
+    browser.hover("#inputs .token")
+    assert text(browser, "#tip") == "“a”: 98 % of the change"
+    browser.run("document.querySelector('#inputs .token').focus()")
+    browser.press("ArrowRight")
+    assert text(browser, "#tip") == "“good”: 0.98 % of the change"
+    assert browser.run("return document.documentElement.scrollWidth") <= 400
+    assert browser.log() == []
+
+
+def test_the_page_opens_where_the_curves_separate(browser: Browser, tmp_path: Path) -> None:
+    run = made_up(radii=(1e-7, 0.5), data="cifar10")
+    show(browser, tmp_path, run, made_up(method="lofast", factor=1e-6, radii=(0.5,), data="cifar10"))
+    answer = text(browser, "#answer")
+    assert "up to 0.5 (as far as one grey level of 255 in 16300 numbers of the picture" in answer
+    assert count(browser, "#curve circle.end") == 3
+    assert "nothing beyond" in browser.run("return document.querySelector('#curve circle.run-1').dataset.tip")
+    assert "no more is true" not in text(browser, "body")

@@ -31,8 +31,8 @@ def run_of(*records: Certificate | RadiusEstimate, missing: tuple[int, ...] = ()
     ("change", "error", "line"),
     [
         ({"guarantee": "numerical"}, InputError, "input 3: the guarantee is 'numerical'; a certificate needs proved"),
-        ({"side": "estimate"}, InputError, "input 3: the bounds are of side 'estimate'"),
-        ({"side": "lower"}, InputError, "input 3: the bounds are of side 'lower'"),
+        ({"side": "estimate"}, InputError, "input 3: the side is 'estimate'; a proved radius is a lower bound"),
+        ({"side": "upper"}, InputError, "input 3: the side is 'upper'"),
         ({"radius": math.nan}, InputError, "input 3: the radius is nan; expected a finite number"),
         ({"radius": math.inf, "attack_radius": None}, InputError, "input 3: the radius is inf"),
         ({"radius": -0.1}, InputError, "input 3: the radius is -0.1; expected a finite number that is not negative"),

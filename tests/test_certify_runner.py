@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from certify_cases import Deadly, exact_radii, labelled, linear_network, rows
+from certify_cases import Deadly, exact_radii, labelled, linear_network, rows, starve
 from holdfast import HoldfastError, InputError, SoundnessError
 from holdfast.certification import MinimalAttack, Shard, certify, merge, read
-from holdfast.certification.settings import weights_digest
 from holdfast.certification.store import write
-from holdfast.network.affine import Affine
-from holdfast.network.base import Piece
+from holdfast.layers.linear.piece import Affine
+from holdfast.layers.piece import Piece
+from holdfast.network.digest import weights_digest
 from holdfast.network.network import Head, Network
 from holdfast.results import Certificate, CertificationRun, RadiusEstimate
 
@@ -107,7 +107,7 @@ def test_bad_calls_get_one_line(options: dict[str, Any], line: str) -> None:
 
 def test_bad_data_get_one_line() -> None:
     network = linear_network()
-    with pytest.raises(InputError, match="data is no pairs of an input and its label"):
+    with pytest.raises(InputError, match="data does not consist of pairs"):
         certify(network, [1, 2], 0.1)  # type: ignore[list-item]
     with pytest.raises(InputError, match="no input; expected at least one"):
         certify(network, [], 0.1)
@@ -226,6 +226,62 @@ def test_an_interrupt_leaves_what_is_finished(tmp_path: Path) -> None:
     assert same(run(path, batch=5), run(None))
 
 
+def test_numbers_do_not_depend_on_where_a_run_stopped(tmp_path: Path) -> None:
+    """Inputs that stand in one batch are rounded together, and a run that goes on keeps them together."""
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    run(whole, batch=3)
+    for count in (6, 9, COUNT):
+        run(parts, batch=3, progress=_stop_after(count))
+    assert [without_seconds(line) for line in rows(parts)] == [without_seconds(line) for line in rows(whole)]
+
+
+def test_radii_do_not_change_the_records(tmp_path: Path) -> None:
+    few, many = tmp_path / "few.jsonl", tmp_path / "many.jsonl"
+    for path, radii in ((few, [0.1]), (many, [0.4, 0.01, 0.2])):
+        certify(linear_network(), labelled(8), radii, out=path)
+    assert [without_seconds(line) for line in rows(few)] == [without_seconds(line) for line in rows(many)]
+
+
+def without_seconds(line: str) -> str:
+    return json.dumps(json.loads(line) | {"seconds": 0})
+
+
+# -- failing
+
+
+def test_an_input_that_fails_is_recorded_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.jsonl"
+    with monkeypatch.context() as patch:
+        starve(patch, 13)
+        found = run(path, batch=8)
+        assert (found.missing, found.failures) == ((13,), {13: "MemoryError: no room"})
+        assert read(path).run().to_dict()["failures"] == {13: "MemoryError: no room"}
+        assert merge([path], tmp_path / "joined.jsonl").failures == found.failures
+        assert read(tmp_path / "joined.jsonl").failures == found.failures
+    again = run(path)
+    assert (again.missing, again.failures) == ((), {})
+    assert read(path).failures == {}
+    assert merge([path, tmp_path / "joined.jsonl"]).failures == {}
+    assert same(again, run(None))
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ({"failed": 2, "reason": "x"}, "the index 2 is none of the run's"),
+        ({"failed": 1, "reason": "x"}, "the index 1 stands twice"),
+        ({"failed": 1, "reason": 3}, "a line of a failure has other keys or values"),
+        ({"failed": 1, "reason": "x", "more": 1}, "a line of a failure has other keys or values"),
+    ],
+)
+def test_a_forged_failure_is_refused(tmp_path: Path, line: dict[str, object], why: str) -> None:
+    path = tmp_path / "run.jsonl"
+    run(path, 2)
+    path.write_text(path.read_text(encoding="utf-8") + json.dumps(line) + "\n", encoding="utf-8")
+    with pytest.raises(InputError, match=f"line 4: .*{why}"):
+        read(path)
+
+
 # -- killed
 
 
@@ -255,11 +311,12 @@ def killed_runs(path: Path, kills: int, count: int) -> int:
     return early
 
 
-def test_fifty_kills_lose_and_repeat_nothing(tmp_path: Path) -> None:
-    path, count = tmp_path / "run.jsonl", 400
-    early = killed_runs(path, 50, count)
+@pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.slow)])
+def test_kills_lose_and_repeat_nothing(tmp_path: Path, kills: int) -> None:
+    path, count = tmp_path / "run.jsonl", 25 * kills
+    early = killed_runs(path, kills, count)
     done = len(read(path).records)
-    assert early == 50
+    assert early == kills
     assert 0 < done < count  # the kills fell into the work
     found = run(path, count, batch=50)
     assert same(found, run(None, count, batch=64))
@@ -277,7 +334,7 @@ def test_workers_do_the_same_and_share_a_file(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_worker_that_ends_early_is_named(tmp_path: Path) -> None:
     network = Network((Deadly(),), linear_network().head)
-    with pytest.raises(HoldfastError, match="a worker ended early: memory may have run out"):
+    with pytest.raises(HoldfastError, match="nothing could be done: its process ended early, with status 9"):
         certify(network, labelled(4), 0.1, out=tmp_path / "run.jsonl", workers=2, batch=1)
 
 

@@ -15,10 +15,10 @@ import torch
 
 from certify_cases import CLASSES, WIDTH, labelled, linear_network
 from holdfast import InputError
+from holdfast.attention.movement import distance
 from holdfast.certification import MinimalAttack, Settings, Shard, Verification, certify, merge, read, verify
 from holdfast.certification.settings import checksum_of_inputs, fingerprint
-from holdfast.movement import distance
-from holdfast.network.compositions import proves
+from holdfast.compositions import proves
 
 ATTACK = MinimalAttack(restarts=1, steps=4)
 COUNT = 12
@@ -282,8 +282,8 @@ def test_a_run_without_an_attack_claims_none(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"weights": "0" * 64}, "something else than what was given: weights"),
-        ({"data": "0" * 64}, "something else than what was given: data"),
+        ({"weights": "0" * 64}, "something other than what was given: weights"),
+        ({"data": "0" * 64}, "something other than what was given: data"),
         ({"guarantee": "numerical"}, "line 2: a proved record in another run"),
         ({"guarantee": "Proved"}, "line 2: a proved record in another run"),
         ({"method": "bst"}, "unknown composition 'bst'"),
@@ -293,7 +293,11 @@ def test_a_run_without_an_attack_claims_none(path: Path) -> None:
         ({"attack": "MinimalAttack(hope=3)"}, "the setting attack is"),
         ({"attack": "MinimalAttack(restarts=1) and more"}, "the setting attack is"),
         ({"seed": "x"}, "the setting seed is 'x'"),
-        ({"norm": "linf"}, "the settings are .*norm; was the file edited"),
+        ({"hope": "much"}, "the settings are .*hope; was the file edited"),
+        ({"norm": "linf"}, "a record in the norm l2 in another run"),
+        ({"clip": "0.0,1.0"}, "clip is .* with the norm l2"),
+        ({"at": "nan"}, "at is nan; expected positive radii"),
+        ({"seconds": "5"}, "the setting seconds is '5'; expected words such as '5.0'"),
         ({"seed": 3}, "something is no text"),
     ],
 )
@@ -337,9 +341,9 @@ def test_another_version_is_told(path: Path) -> None:
 
 
 def test_a_run_is_checked_against_its_own_model_and_data(path: Path) -> None:
-    with pytest.raises(InputError, match="was made from something else than what was given: weights"):
+    with pytest.raises(InputError, match="was made from something other than what was given: weights"):
         verify(path, linear_network(1), labelled(COUNT))
-    with pytest.raises(InputError, match="was made from something else than what was given: data"):
+    with pytest.raises(InputError, match="was made from something other than what was given: data"):
         verify(path, linear_network(), labelled(COUNT, seed=2))
     chosen = labelled(COUNT).select(torch.arange(2, COUNT))
     with pytest.raises(InputError, match="inputs that are not the first 12 of the data 'made up'"):

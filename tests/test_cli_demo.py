@@ -107,6 +107,7 @@ def test_an_interrupted_demo_goes_on_and_a_finished_one_begins_anew(
         assert run("--inputs", "1").returncode == 0
 
 
+@pytest.mark.slow
 def test_layers_are_shown_one_by_one(run: Run, tmp_path: Path) -> None:
     done = run("--layers")
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,10 +15,11 @@ from safetensors.torch import save_file
 
 from holdfast.cli import main
 from holdfast.cli.train import _line
+from holdfast.data.digits import demo_digits
 from holdfast.errors import InputError
-from holdfast.models import Transformer, config, demo_digits, files, load, put_on_shelf, save, shelved
-from holdfast.tracing.loading import load_classifier
-from holdfast.train import Epoch, Progress, read_training
+from holdfast.models import Transformer, config, files, load, put_on_shelf, save, shelved
+from holdfast.models.loading import load_classifier
+from holdfast.train import Epoch, TrainingProgress, read_training
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -81,6 +83,16 @@ def test_train_speaks_and_takes_another_seed(call: Call, tmp_path: Path) -> None
     assert json.loads((tmp_path / "there" / "run.json").read_text())["seed"] == 3
 
 
+@pytest.mark.slow
+def test_an_estimate_stands_beside_what_was_proved(call: Call, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    (tmp_path / "run.toml").write_text(RUN.replace("digits.safetensors", "digits").replace("epochs = 2", "epochs = 1"))
+    status, out, _ = call("train run.toml --device cpu")
+    assert status == 0
+    assert re.search(r"certified at 0\.25 .* by the estimate in training, which is no proof\n", out)
+    assert re.search(r"Proved at 0\.25: \d of the first 5 inputs, in at most 10 s each", out)
+
+
 def test_an_interrupted_training_says_how_to_go_on(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def stop(*_: object) -> str:
         raise KeyboardInterrupt
@@ -96,8 +108,8 @@ def test_an_interrupted_training_says_how_to_go_on(call: Call, monkeypatch: pyte
 
 def test_the_progress_line() -> None:
     chosen = read_training("cifar10-stem")
-    assert _line(chosen, Progress(1, 9, 2.5, None)) == "loss 2.500"
-    line = _line(chosen, Progress(1, 9, 2.5, Epoch(1, 2.5, 0.5, 0.25, 1.0)))
+    assert _line(chosen, TrainingProgress(1, 9, 2.5, None)) == "loss 2.500"
+    line = _line(chosen, TrainingProgress(1, 9, 2.5, Epoch(1, 2.5, 0.5, 0.25, 1.0)))
     assert line == "loss 2.500  clean 50.0 %  certified at 0.141, estimated: 25.0 %"
 
 

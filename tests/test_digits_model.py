@@ -5,9 +5,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from holdfast.data.digits import DIGITS_FILE, MAX_PIXEL, Digits, demo_digits
 from holdfast.errors import InputError
-from holdfast.models import Digits, DigitsViT, demo_digits, load_digits_vit
-from holdfast.models.digits import DIGITS_FILE, MAX_PIXEL, WEIGHTS_FILE
+from holdfast.models import DigitsViT, load_digits_vit
+from holdfast.models.digits import WEIGHTS_FILE
 
 
 @pytest.fixture(scope="module")

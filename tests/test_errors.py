@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,11 +29,16 @@ from holdfast import (
 )
 from holdfast.attacks import Attack, Objective, objectives
 from holdfast.bounds import bounds
-from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import Evaluation
+from holdfast.cli import main
+from holdfast.errors import ConversionError
 from holdfast.linalg import Array, FunctionJacobian
+from holdfast.linalg.arithmetic import Arithmetic
 from holdfast.registry import Registry
+from holdfast.storage import check_output, write_tensors, write_text
 from holdfast.testing import changed, make_case
+from holdfast.train.interrupts import held_interrupts
+from holdfast.train.loop import train
 
 CASE = make_case("h=2, n=4, d=4, k=2", biases=True)
 LAYER, X = CASE.layer, CASE.x
@@ -207,7 +216,8 @@ def test_tensors_by_name() -> None:
         ("0.1", r"eps is '0.1'; expected"),
         (["0.1"], r"eps is '0.1'; expected"),
         (None, r"eps is None; expected"),
-        (torch.tensor(0.1), r"eps is tensor\(0.1000\); expected"),
+        (torch.tensor(-0.5), r"eps is -0.5; expected"),
+        (torch.ones(2, 2), r"the radii have shape \(2, 2\); expected one number, or one dimension of them"),
     ],
 )
 def test_radii(eps: Any, match: str) -> None:
@@ -352,3 +362,127 @@ class Lost(Attack):
 def test_an_attack_that_cannot_be_pulled_into_the_ball() -> None:
     match = r"an attack left the ball and could not be pulled back"
     complains(SoundnessError, match, lambda: Lost()(LAYER, X, 0.1))
+
+
+# -- data, devices and files of a run
+
+
+def pixels(shape: tuple[int, ...] = (4, 4)) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 3)).eval()
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        ([(torch.zeros(4, 4), 0), (torch.zeros(4, 4), 3)], r"label of input 1 .* is 3; the model answers .* 0 to 2"),
+        ([(torch.zeros(4, 4), -1)], r"label of input 0 of 'given inputs' is -1"),
+        (
+            [(spoiled(torch.zeros(4, 4), NAN), 0)],
+            r"input 0 of 'given inputs', of shape \(4, 4\), is nan at \(0, 1\); expected finite numbers, and 1 of 16",
+        ),
+    ],
+)
+def test_data_of_a_run(data: Any, match: str) -> None:
+    complains(InputError, match, lambda: holdfast.certify(pixels(), data, 0.1, "gains"))
+
+
+def test_images_without_a_channel_axis() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 2, 2), nn.Flatten(), nn.Linear(8, 3)).eval()
+    match = r"inputs have shape \(4, 4\), and the model takes images with a channel axis; pass them as \(1, 4, 4\)"
+    complains(InputError, match, lambda: holdfast.certify(model, [(torch.zeros(4, 4), 0)], 0.1, "gains"))
+
+
+def test_a_model_that_keeps_tensors_of_a_run() -> None:
+    model, kept = pixels(), []
+    model.kept = kept  # type: ignore[assignment]
+    model.register_forward_hook(lambda module, given, output: kept.append(output))
+    model(torch.zeros(1, 4, 4))
+    match = r"Sequential cannot be copied \(.*\); a hook or an attribute may keep tensors of an earlier run"
+    complains(ConversionError, match, lambda: holdfast.certify(model, [(torch.zeros(4, 4), 0)], 0.1, "gains"))
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda", "cuda:99"])
+def test_devices(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    match = f"the device is '{device}'(; expected cpu, cuda| and this torch finds no GPU)"
+    data = [(torch.zeros(4, 4), 0)]
+    complains(InputError, match, lambda: holdfast.certify(pixels(), data, 0.1, device=device))
+    complains(InputError, match, lambda: train("digits-smooth", tmp_path / "run", device=device))
+    assert not list(tmp_path.iterdir())
+
+
+def test_outputs_are_checked_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    complains(InputError, r"cannot be written: it is a folder", lambda: check_output(tmp_path))
+    complains(InputError, r"cannot be written: it is a device or a pipe", lambda: check_output("/dev/full"))
+    complains(InputError, r"file' is no folder", lambda: check_output(tmp_path / "file" / "page.html"))
+    check_output(tmp_path / "missing" / "page.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)
+        complains(InputError, r"you may not write in", lambda: check_output(tmp_path / "page.html"))
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0))  # type: ignore[attr-defined]
+        complains(InputError, r"no space is left on the disk", lambda: check_output(tmp_path / "page.html"))
+
+
+def command(arguments: list[str]) -> int | str | None:
+    """The exit status of the command line."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["holdfast", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+    return caught.value.code
+
+
+def test_the_command_line_checks_outputs_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    wrong = str(tmp_path / "file" / "x")
+    for arguments in (
+        ["certify", "no-such-model", "--data", "digits", "--out", wrong],
+        ["certify", "no-such-model", "--data", "digits", "--html", wrong],
+        ["analyze", "no-such-model", "--text", "a", "--html", wrong],
+        ["bound", "--demo", "--out", wrong],
+        ["demo", "--out", wrong],
+        ["train", "digits-smooth", "--out", wrong],
+    ):
+        assert command(arguments) == 2
+        said = capsys.readouterr().err
+        assert "cannot be written" in said
+        assert said.count("\n") == 1
+
+
+def test_a_file_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, content: bytes) -> None:
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    complains(
+        InputError, r"page.html' cannot be written: No space left", lambda: write_text(tmp_path / "page.html", "")
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_are_readable_by_others(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        write_tensors(tmp_path / "model.safetensors", {"w": torch.ones(1)})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize(("presses", "finished"), [(1, True), (2, False)])
+def test_an_interrupt_waits_for_the_end_of_a_step(presses: int, finished: bool) -> None:
+    done = []
+
+    def step() -> None:
+        with held_interrupts():
+            for _ in range(presses):
+                signal.raise_signal(signal.SIGINT)
+            done.append("the rest of the step")
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    assert bool(done) is finished

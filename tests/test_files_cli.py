@@ -16,7 +16,7 @@ from torch import nn
 import holdfast
 from holdfast.cli import main
 from holdfast.graph.onnx import OnnxModel
-from holdfast.tracing.python_file import load_python, read_arguments
+from holdfast.models.python_file import load_python, read_arguments
 from onnx_cases import exported
 
 Call = Callable[..., tuple[int, str, str]]
@@ -89,7 +89,7 @@ def test_a_run_of_a_python_function_is_verified(call: Call) -> None:
     assert call("verify run.jsonl --weights w.safetensors")[0] == 0
     status, _, err = call("verify run.jsonl")
     assert status == 2
-    assert "was made from something else than what was given" in err
+    assert "was made from something other than what was given" in err
 
 
 @pytest.mark.slow

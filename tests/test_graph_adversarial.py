@@ -86,8 +86,8 @@ REFUSED: dict[str, tuple[Build, str]] = {
         with_(activate=lambda self, u: u.tanh() if torch.is_grad_enabled() else u.relu()),
         "gradients",
     ),
-    "softmax over queries": (with_(weigh=lambda self, s: s.softmax(-2)), "softmax is taken over something else"),
-    "softmax over heads": (with_(weigh=lambda self, s: s.softmax(1)), "softmax is taken over something else"),
+    "softmax over queries": (with_(weigh=lambda self, s: s.softmax(-2)), "softmax is taken over something other"),
+    "softmax over heads": (with_(weigh=lambda self, s: s.softmax(1)), "softmax is taken over something other"),
     "probabilities doubled": (with_(weigh=lambda self, s: 2 * s.softmax(-1)), "after softmax"),
     "probabilities renormalised": (
         with_(weigh=lambda self, s: s.exp() / s.exp().sum(-1, keepdim=True)),
@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
     ),
     "a norm of another tensor": (
         with_(start=lambda self, x: x * torch.rsqrt((2 * x + 1).pow(2).mean(-1, keepdim=True) + 1)),
-        "something else",
+        "something other",
     ),
     "a norm that depends on the input": (
         with_(start=lambda self, x: functional.layer_norm(x, (8,), x[0, 0], None)),
@@ -175,7 +175,6 @@ REFUSED: dict[str, tuple[Build, str]] = {
         "attention scores|mask|scores",
     ),
     "distances": (with_(score=lambda self, q, k: -torch.cdist(q, k)), "operator 'cdist'"),
-    "values less their mean": (with_(value=lambda self, v: v - v.mean(-2, keepdim=True)), "queries, keys and values"),
     "heads of other tokens": (
         with_(score=lambda self, q, k: q.reshape(-1, 4, 2, 4).transpose(1, 2) @ k.mT),
         "other weights for other tokens",
@@ -252,6 +251,7 @@ def test_a_forward_put_into_a_class_is_the_model(monkeypatch: pytest.MonkeyPatch
 # -- accepted, and certified as what they are
 
 ACCEPTED: dict[str, Build] = {
+    "values less their mean": with_(value=lambda self, v: v - v.mean(-2, keepdim=True)),
     "a module named ReLU": replaced(act=disguised.ReLU),
     "a Linear with its own forward": replaced(up=lambda: disguised.Linear(8, 6)),
     "a hook on the head": hook("head", lambda y: 3 * y.flip(-1) + 1),

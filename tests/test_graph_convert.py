@@ -12,17 +12,24 @@ import torch
 from torch import Tensor, nn
 
 import holdfast
-from holdfast.bounds.arithmetic import Numerical, Proved
+from holdfast.attacks.minimal import MinimalAttack
+from holdfast.compositions import certify_inputs
+from holdfast.data.digits import demo_digits
 from holdfast.errors import ConversionError, InputError
 from holdfast.graph import Converted, Readings, to_network
 from holdfast.graph.equality import model_logits
 from holdfast.graph.perturbation import orthonormal, read_perturbation, spelled
-from holdfast.models import demo_digits, load_digits_vit
+from holdfast.graph.prune import pruned
+from holdfast.layers.attention.piece import Attention
+from holdfast.layers.piece import Piece
+from holdfast.layers.tokens.pooling import Flatten
+from holdfast.layers.tokens.selection import Selection
+from holdfast.linalg.arithmetic import Numerical, Proved
+from holdfast.models import load_digits_vit
 from holdfast.models.config import config
 from holdfast.models.transformer import Transformer
-from holdfast.network.attention import Attention
 from holdfast.network.network import Head, Network, Residual
-from holdfast.network.pooling import Flatten
+from holdfast.testing import make_case
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24, "num_labels": 3}
 WORDS = SIZES | {"vocab_size": 50, "max_position_embeddings": 16}
@@ -273,9 +280,27 @@ def test_radii_in_units_of_pixels(images: nn.Module) -> None:
 def test_fewer_moving_numbers_have_larger_radii(images: nn.Module) -> None:
     label = int(images(pictures(count=1)).argmax())
     data = [(pictures()[0], label)]
-    whole = holdfast.certify(images, data, [0.1]).records[0].radius
-    part = holdfast.certify(images, data, [0.1], perturb=("patch", (0, 0, 4, 4))).records[0]
-    assert part.radius > whole > 0
+    method, guarantee = "margin-gradient", "numerical"
+    whole = holdfast.certify(images, data, [0.1], method, guarantee=guarantee).records[0].radius
+    patch = ("patch", (0, 0, 4, 4))
+    part = holdfast.certify(images, data, [0.1], method, guarantee=guarantee, perturb=patch).records[0].radius
+    assert part > 1.1 * whole > 0
+
+
+def test_pruning_keeps_every_token_that_some_query_needs() -> None:
+    layer, x = (case := make_case("", n=5, biases=True, residual=1.0)).layer, case.x
+    mask = torch.eye(5).bool()
+    mask[1, 4] = mask[2, 3] = True
+    index = torch.arange(20).reshape(5, 4)[1:3]
+    stages = [Attention(layer.replace(mask=mask)), Selection(index, (5, 4))]
+    before, after = x, x
+    for stage in stages:
+        before = stage.value(before)
+    for stage in pruned(stages, (5, 4)):
+        assert isinstance(stage, Piece)
+        assert not isinstance(stage, Attention) or after.shape[-2] == 4  # the first token is left out
+        after = stage.value(after)
+    torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
 
 
 # -- models that say themselves what they are
@@ -313,7 +338,7 @@ class OwnWords(nn.Module):
 
 
 class Inherited(Own):
-    """A subclass that computes something else than what it inherits says."""
+    """A subclass that computes something other than what it inherits says."""
 
     def forward(self, images: Tensor) -> Tensor:
         found: Tensor = self.head(images.flatten(1).relu())
@@ -335,6 +360,16 @@ def test_a_model_may_encode_its_inputs_itself() -> None:
     alone = to_network(model, IDS, perturb=("word", 3))
     assert alone.encode(IDS).shape == (2, 1, 4)
     assert_is(alone, model, IDS)
+
+
+def test_one_word_of_one_sentence_has_forms(bert: nn.Module) -> None:
+    one = {name: rows[:1] for name, rows in words().items()}
+    alone = to_network(bert, one, perturb=("word", 3))
+    x = alone.encode(one)
+    assert alone.network(x[0]).shape == (3,)  # a point without a batch
+    (certified,) = certify_inputs(alone.network, x, method="forms")
+    nearest = MinimalAttack(restarts=1)(alone.network, x, alone.network(x).argmax(-1)).radius.item()
+    assert 0 < certified.radius <= nearest
 
 
 def test_what_is_inherited_says_nothing_of_another_forward() -> None:

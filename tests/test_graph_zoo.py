@@ -122,7 +122,7 @@ class Encoded(nn.Module):
         {"mask": "padding", "batch_first": True, "nested": True},
         {"batch_first": True, "nested": True, "depth": 2, "activation": "gelu"},
     ],
-    ids=str,
+    ids=["plain", "norm first", "causal", "bool mask", "padding", "two layers"],
 )
 def test_encoders_of_torch(options: dict[str, Any]) -> None:
     check(stirred(Encoded(**options)), tokens())

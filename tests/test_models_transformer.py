@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from holdfast.bounds.arithmetic import Proved
 from holdfast.errors import InputError, UnknownNameError
 from holdfast.graph import to_network
+from holdfast.layers import manifold_parameters, plain
+from holdfast.layers.attention.piece import Attention
+from holdfast.layers.piece import SmoothPiece
 from holdfast.linalg import Ball
+from holdfast.linalg.arithmetic import Proved
 from holdfast.models import ModelConfig, Transformer, config, load, named_configs, read_config, save
-from holdfast.network.attention import Attention
-from holdfast.network.base import SmoothPiece
-from holdfast.nn import manifold_parameters, plain
 
 DESIGNS = sorted({name.split()[0] for name in named_configs()})
 

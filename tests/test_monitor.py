@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import holdfast
 from holdfast import AttentionLayer, InputError, JaSMin
+from holdfast.extras import require
 from holdfast.models import DigitsViT, load_digits_vit
-from holdfast.tracing.extras import require
 from holdfast.train import Monitor
 
 IMAGES = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(0))

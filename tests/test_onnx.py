@@ -84,7 +84,7 @@ def test_normalisation_by_statistics_stays_inside_a_residual_branch(tmp_path: Pa
     ]
     given = {name: normal(3) for name in "abm"} | {"v": np.abs(normal(3)), "w": normal(3, 3), "positions": normal(4, 3)}
     network = to_network(OnnxModel(write(tmp_path / "b.onnx", nodes, (1, 4, 3), given)), random((2, 4, 3))).network
-    assert [type(stage).__name__ for stage in network.stages] == ["AddPositions", "Residual", "MeanPool"]
+    assert [type(stage).__name__ for stage in network.stages] == ["AddPositions", "Residual", "TokenMean"]
 
 
 def test_a_network_that_is_not_the_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_unknown_operators_are_named(tmp_path: Path) -> None:
 
 def test_random_nodes_and_graphs_inside_nodes_are_refused(tmp_path: Path) -> None:
     noise = [node("RandomNormal", shape=[1, 4], scale=1e-6, out="e"), node("Add", "x", "e")]
-    with pytest.raises(ConversionError, match="node 'RandomNormal to e': operator 'RandomNormal' is random"):
+    with pytest.raises(ConversionError, match="node 'RandomNormal to e': operator 'RandomNormal' draws at random"):
         OnnxModel(write(tmp_path / "m.onnx", noise, (1, 4)))
     inner = helper.make_graph([node("Relu", "x", out="r")], "inner", [], [helper.make_tensor_value_info("r", 1, None)])
     chosen = [node("If", "c", then_branch=inner, else_branch=inner)]
@@ -125,7 +125,7 @@ def test_operators_without_a_piece_are_refused_by_their_node(tmp_path: Path) -> 
         tmp_path / "m.onnx", [node("MatMul", "x", "w", out="h"), node("Softmax", "h")], (1, 4), {"w": normal(4, 3)}
     )
     with pytest.raises(
-        ConversionError, match=r"'node\.Softmax to y': operator 'softmax' takes softmax of something else"
+        ConversionError, match=r"'node\.Softmax to y': operator 'softmax' takes softmax of something other"
     ):
         to_network(OnnxModel(path), torch.ones(1, 4))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from browser import Browser, missing
-from holdfast.analysis import AnalysedInput, AnalysedLayer, Analysis
+from holdfast.analysis import Analysis, AnalyzedInput, AnalyzedLayer
 from holdfast.analysis.inputs import data_uri
 from holdfast.report.page import render
 
@@ -26,11 +26,11 @@ def made_up(
     """An analysis of two texts with round numbers: the slope of layer i is 2 + i, and token i has a share of i + 1."""
     n = len(words)
     total = n * (n + 1) / 2
-    view = AnalysedInput(words, (False,) * n)
-    padded = AnalysedInput((*words[:-1], ""), (*(False,) * (n - 1), True))
+    view = AnalyzedInput(words, (False,) * n)
+    padded = AnalyzedInput((*words[:-1], ""), (*(False,) * (n - 1), True))
     rows = [tuple((1 + i + j) / 10 for j in range(heads)) for i in range(layers)]
     found = [
-        AnalysedLayer(
+        AnalyzedLayer(
             index=i,
             name=f"encoder.{i}.attention",
             layer=f"{heads} heads, width 64",
@@ -71,7 +71,7 @@ def made_up(
 
 
 def test_nothing_a_user_wrote_becomes_markup() -> None:
-    view = AnalysedInput((NASTY, "<b>", "&amp;"), (False,) * 3)
+    view = AnalyzedInput((NASTY, "<b>", "&amp;"), (False,) * 3)
     analysis = made_up(model=NASTY, command=NASTY, notes=(NASTY,), versions={"holdfast": NASTY}, inputs=(view, view))
     layers = tuple(replace(layer, name=NASTY, bound_note=NASTY, layer=NASTY) for layer in analysis.layers)
     page = render(replace(analysis, layers=layers))
@@ -97,7 +97,7 @@ def test_words_are_joined_as_they_were() -> None:
         ("[CLS]", "one", " two", "three", "[SEP]"): [False, False, False, True, False],
     }
     for words, glued in pieces.items():
-        view = AnalysedInput(words, (False,) * len(words))
+        view = AnalyzedInput(words, (False,) * len(words))
         page = render(made_up(words=words, inputs=(view, view)))
         data = re.search(r'id="data">(.*?)</script>', page)
         assert data is not None
@@ -246,7 +246,7 @@ def test_light_and_dark_follow_the_system_and_the_button(browser: Browser, tmp_p
 
 
 def test_text_stays_text(browser: Browser, tmp_path: Path) -> None:
-    view = AnalysedInput((NASTY, "<img src=x onerror='window.broken = true'>", "&lt;"), (False,) * 3)
+    view = AnalyzedInput((NASTY, "<img src=x onerror='window.broken = true'>", "&lt;"), (False,) * 3)
     show(browser, made_up(model=NASTY, inputs=(view, view)), tmp_path)
     assert browser.run("return window.broken === undefined")
     assert NASTY in text(browser, "#tokens")
@@ -278,7 +278,7 @@ def test_a_model_without_bounds_says_why_in_their_place(browser: Browser, tmp_pa
 def test_an_image_has_its_patches_shaded(browser: Browser, tmp_path: Path) -> None:
     pixels = torch.full((8, 8, 3), 200, dtype=torch.uint8)
     words = ("class token", *(f"patch {i}" for i in range(4)))
-    view = AnalysedInput(words, (False,) * 5, data_uri(pixels), (2, 2))
+    view = AnalyzedInput(words, (False,) * 5, data_uri(pixels), (2, 2))
     show(browser, made_up(words=words, inputs=(view, view)), tmp_path)
     assert browser.log() == []
     assert count(browser, ".picture.shaded rect") == 8

@@ -16,12 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from holdfast import HoldfastError, InputError
+from holdfast import InputError
 from holdfast.cli import main
-from holdfast.cli import smoothness as command
 from holdfast.graph.trace import trace
-from holdfast.repro import smoothness, texts
-from holdfast.repro.smoothness import Cell, Record, Setting
+from holdfast.studies import StudyRun, Workplace, smoothness, smoothness_study, texts
+from holdfast.studies.smoothness import BatchConstants, TextBatch
 
 TINY = {
     "BertConfig": {"num_hidden_layers": 2, "hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 16},
@@ -67,11 +66,12 @@ def test_chunks_are_consecutive() -> None:
 def test_texts_are_read_from_a_path_or_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = '"3","A ""title""","first, text"\n"1","Other","text"\n'
     (tmp_path / "ag_news_test.csv.gz").write_bytes(gzip.compress(rows.encode()))
-    (tmp_path / "elsewhere.txt").write_text("\ufeffDown the rabbit hole", encoding="utf-8")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "alice.txt").write_text("\ufeffDown the rabbit hole", encoding="utf-8")
     monkeypatch.setenv("HOLDFAST_DATA", str(tmp_path))
     assert texts.read_text("ag-news") == 'A "title" first, text\nOther text'
-    assert texts.read_text("alice", tmp_path / "elsewhere.txt") == "Down the rabbit hole"
-    with pytest.raises(InputError, match=r"'alice' is not in .*alice.txt; give --alice PATH, or HOLDFAST_DATA"):
+    assert texts.read_text("alice", tmp_path / "elsewhere") == "Down the rabbit hole"
+    with pytest.raises(InputError, match=r"'alice' is not in .*: put alice.txt there, or name another folder"):
         texts.read_text("alice")
 
 
@@ -96,7 +96,7 @@ def test_a_decoder_does_not_look_ahead_and_nothing_is_dropped(tiny: Tiny) -> Non
 def test_constants_are_the_norms_of_the_dense_jacobians_of_the_modules(tiny: Tiny) -> None:
     ids = _ids(3, 5)
     cell = smoothness.measure(
-        texts.LanguageModel(tiny.model, None), ids.flatten().tolist(), Setting("alice", 5, 3, 1e-6)
+        texts.LanguageModel(tiny.model, None), ids.flatten().tolist(), TextBatch("tiny", "alice", 5, 3, 1e-6)
     )
     found = trace(tiny.model.double(), {"input_ids": ids, "use_cache": False})
     assert len(cell.constants) == len(found) == 2
@@ -133,7 +133,7 @@ def _attention(tiny: Tiny, name: str) -> Any:
 
 
 def test_missing_weights_are_one_line(transformers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = texts.Source("Nothing", ("no-such-model", "nobody/no-such-model"))
+    absent = texts.ModelSource("Nothing", ("no-such-model", "nobody/no-such-model"))
     monkeypatch.setitem(texts.SOURCES, "bert", absent)
     line = "'bert' cannot be had: no no-such-model or nobody/no-such-model in the Hugging Face cache"
     with pytest.raises(InputError, match=line):
@@ -146,7 +146,7 @@ def test_missing_weights_are_one_line(transformers: ModuleType, monkeypatch: pyt
 def test_the_configuration_grows_like_the_root_of_n_below_the_bound(tiny: Tiny) -> None:
     source = texts.LanguageModel(tiny.model, None)
     ids = _ids(2, 24).flatten().tolist()
-    cells = [smoothness.measure(source, ids, Setting("alice", n, 2)) for n in (3, 6, 24)]
+    cells = [smoothness.measure(source, ids, TextBatch("tiny", "alice", n, 2)) for n in (3, 6, 24)]
     curves = smoothness.references("gpt2-tiny", source, cells)
     assert [curve.layer for curve in curves] == [0, 1]
     for i, curve in enumerate(curves):
@@ -191,19 +191,20 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transformers: Modu
     model = texts.random_model("BertConfig", **TINY["BertConfig"], vocab_size=VOCABULARY)
 
     def load(name: str) -> texts.LanguageModel:
-        if name != "minilm":
-            raise InputError(f"{name!r} cannot be had: not here")
         return texts.LanguageModel(model, lambda text, **_: {"input_ids": [ord(c) % VOCABULARY for c in text]})
 
     measured: list[str] = []
-    measure = smoothness.measure
 
-    def count(source: Any, ids: Any, setting: Setting) -> Cell:
+    def count(source: Any, ids: Any, setting: TextBatch) -> BatchConstants:
         measured.append(setting.title)
-        return measure(source, ids, setting)
+        return smoothness.measure(source, ids, setting)
 
-    monkeypatch.setattr(command, "load_source", load)
-    monkeypatch.setattr(smoothness, "measure", count)
+    smoothness_study._loaded.cache_clear()
+    monkeypatch.setattr(smoothness_study, "load_source", load)
+    monkeypatch.setattr(
+        smoothness_study, "refusal", lambda name: None if name == "minilm" else f"{name!r} cannot be had: not here"
+    )
+    monkeypatch.setattr(smoothness_study, "measure", count)
     return measured
 
 
@@ -214,46 +215,51 @@ def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
     return int(exit_.value.code or 0)
 
 
-def test_finished_cells_are_kept_and_missing_models_left_out(
+def test_finished_batches_are_kept_and_missing_models_left_out(
     prepared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ("--models", "minilm,gpt2", "--sequences", "3", "--tokens", "20", "--out", tmp_path)
     assert _run(monkeypatch, *arguments, "--lengths", "2,4,8") == 0
-    assert prepared[:2] == ["alice, 3 sequences of 2", "ag-news, 3 sequences of 2"]
-    assert prepared[-1] == "ag-news, 2 sequences of 8"
+    assert prepared[:2] == ["minilm: alice, 3 sequences of 2", "minilm: ag-news, 3 sequences of 2"]
+    assert prepared[-1] == "minilm: ag-news, 2 sequences of 8"
     captured = capfd.readouterr()
     assert "BERT" not in captured.out
-    assert captured.err.splitlines() == ["holdfast: left out: 'gpt2' cannot be had: not here"]
+    assert captured.err.splitlines()[-1] == "holdfast: left out: 'gpt2' cannot be had: not here"
     assert (tmp_path / "smoothness-minilm.png").read_bytes()[:4] == b"\x89PNG"
     assert not list(tmp_path.glob("smoothness-gpt2*"))
-    content = json.loads((tmp_path / "smoothness-minilm.json").read_text())
-    assert [len(content[key]) for key in ("cells", "references", "fits")] == [6, 2, 4]
+    content = json.loads((tmp_path / "smoothness.json").read_text())
+    assert [entry["kind"] for entry in content["records"]] == ["batch"] * 6 + ["curves"]
+    assert len(content["records"][-1]["numbers"]["curves"]) == 2
+    assert len(content["summary"]["fits"]) == 4
 
     prepared.clear()
     assert _run(monkeypatch, *arguments, "--lengths", "2,4,8", "--json") == 0
     assert prepared == []
-    assert json.loads(capfd.readouterr().out)["models"] == [content]
+    again = json.loads(capfd.readouterr().out)
+    assert (again["records"], again["summary"]) == (content["records"], content["summary"])
     assert _run(monkeypatch, *arguments, "--lengths", "2,4,8,16") == 0
-    assert prepared == ["alice, 2 sequences of 16", "ag-news, 2 sequences of 16"]
-    assert len(Record.read("minilm", tmp_path / "smoothness-minilm.json").cells) == 8
+    assert prepared == ["minilm: alice, 2 sequences of 16", "minilm: ag-news, 2 sequences of 16"]
+    latest = _finished(tmp_path).of("curves")[-1].curves
+    assert latest[0].lengths == [2, 4, 8, 16]
+
+
+def _finished(folder: Path) -> Any:
+    return StudyRun("smoothness", smoothness_study.SmoothnessParameters(), folder, Workplace()).read()
 
 
 def test_an_interrupt_keeps_what_is_finished(
     prepared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    measure = smoothness.measure
-
-    def stop_at_four(source: Any, ids: Any, setting: Setting) -> Cell:
+    def stop_at_four(source: Any, ids: Any, setting: TextBatch) -> BatchConstants:
         if setting.length == 4:
             raise KeyboardInterrupt
-        return measure(source, ids, setting)
+        return smoothness.measure(source, ids, setting)
 
-    monkeypatch.setattr(smoothness, "measure", stop_at_four)
+    monkeypatch.setattr(smoothness_study, "measure", stop_at_four)
     assert _run(monkeypatch, "--models", "minilm", "--lengths", "2,4", "--out", tmp_path) == 130
     assert "2 of 5 parts were finished" in capfd.readouterr().err
-    record = Record.read("minilm", tmp_path / "smoothness-minilm.json")
-    assert [setting.length for setting in record.cells] == [2, 2]
-    assert record.references is None
+    assert [batch.setting.length for batch in _finished(tmp_path).of("batch")] == [2, 2]
+    assert _finished(tmp_path).of("curves") == []
 
 
 def test_no_model_at_all_is_an_error(prepared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,13 +268,13 @@ def test_no_model_at_all_is_an_error(prepared: list[str], tmp_path: Path, monkey
 
 def test_one_length_has_no_fit(prepared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _run(monkeypatch, "--models", "minilm,minilm", "--lengths", "4", "--out", tmp_path) == 0
-    assert json.loads((tmp_path / "smoothness-minilm.json").read_text())["fits"] == []
+    assert json.loads((tmp_path / "smoothness.json").read_text())["summary"]["fits"] == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("--lengths", "1,2"), "--lengths is '1,2'; expected whole numbers from 2 on"),
+        (("--lengths", "1,2"), "--lengths is (1, 2); expected whole numbers from 2 on"),
         (("--models", "minilm,bort"), "unknown model 'bort': did you mean 'bert'?"),
         (("--models", "minilm", "--lengths", "300"), "the text has 320 tokens; 4 sequences of 300 need more"),
     ],
@@ -283,9 +289,3 @@ def test_bad_calls_are_one_line(
 ) -> None:
     assert _run(monkeypatch, *arguments, "--out", tmp_path) == 2
     assert line in capfd.readouterr().err
-
-
-def test_a_foreign_file_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text("{}")
-    with pytest.raises(HoldfastError, match=r"a\.json is not a result of this command"):
-        Record.read("minilm", tmp_path / "a.json")

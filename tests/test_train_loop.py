@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from holdfast.errors import HoldfastError, InputError, UnknownNameError
+from holdfast.layers import manifold_parameters
 from holdfast.models import config, load, named_configs
-from holdfast.nn import manifold_parameters
 from holdfast.train import DataConfig, TrainConfig, TrainingConfig, read_training, train
 from holdfast.train import place as place_module
 from holdfast.train.losses import LOSSES, CrossEntropy, Emma
 from holdfast.train.place import find_place
-from holdfast.train.slopes import MarginGradient
+from holdfast.train.slopes import GradientSlope
 
 SMALL = {"width": 16, "depth": 1, "neck": 16}
 
@@ -26,7 +26,7 @@ SMALL = {"width": 16, "depth": 1, "neck": 16}
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
     """Some digits as a file: 32 that come with the package, and noisy copies."""
-    from holdfast.models import demo_digits
+    from holdfast.data.digits import demo_digits
 
     found, path = demo_digits(), tmp_path_factory.mktemp("data") / "digits.safetensors"
     torch.manual_seed(0)
@@ -99,7 +99,7 @@ def test_interrupted_and_resumed_bit_for_bit(digits, tmp_path, monkeypatch, stop
 
 
 def test_an_interrupt_within_a_step_leaves_the_last_checkpoint(digits, tmp_path, monkeypatch):
-    from holdfast.nn import ManifoldStep
+    from holdfast.layers import ManifoldStep
 
     whole = train(setup(digits), tmp_path / "whole", device="cpu")
     step, calls = ManifoldStep.step, []
@@ -201,7 +201,7 @@ def test_every_loss_trains(digits, tmp_path, kind):
 
 
 def test_bf16_and_slopes_by_differentiation(digits, tmp_path):
-    slope = MarginGradient(radius=0.2)
+    slope = GradientSlope(radius=0.2)
     loss = Emma(slope=slope, temperature=0.1)
     run = train(setup(digits, loss, precision="bf16", slope=slope, epochs=6), tmp_path, device="cpu")
     assert run.history[-1].clean > 0.4
@@ -217,7 +217,7 @@ def test_words_train(tmp_path):
         "words",
         replace(config("sst2-smooth"), **sizes),
         DataConfig(str(tmp_path / "words.safetensors")),
-        TrainConfig(epochs=2, batch=32, losses=(Emma(slope=MarginGradient()),)),
+        TrainConfig(epochs=2, batch=32, losses=(Emma(slope=GradientSlope()),)),
     )
     run = train(chosen, tmp_path / "out", device="cpu")
     assert run.finished

@@ -10,15 +10,16 @@ from torch.nn import functional
 import holdfast
 from holdfast.attention.layer import split_heads
 from holdfast.errors import InputError
+from holdfast.layers import Convolution, Layer, LayerProject, SelfAttention
+from holdfast.layers.attention.content import content_off
+from holdfast.layers.attention.piece import Attention
+from holdfast.layers.steepness import norm_estimate
 from holdfast.models import Transformer, config
-from holdfast.network.attention import Attention
-from holdfast.nn import Convolution, LayerProject, SelfAttention
-from holdfast.nn.content import content_off
 from holdfast.train.augment import AUGMENTATIONS
 from holdfast.train.forward import features, logits_of, run
-from holdfast.train.gains import attention_steepness, layer_steepness, norm_estimate, norm_of_rows
+from holdfast.train.gains import attention_steepness, norm_of_rows
 from holdfast.train.losses import LOSSES, ContentFloor, CrossEntropy, Emma, JaSMinTerm, Pgd
-from holdfast.train.slopes import SLOPES, Gains, Jacobian, MarginGradient, SecondOrder, pair_norms
+from holdfast.train.slopes import SLOPES, GainsSlope, GradientSlope, JacobianSlope, SecondOrderSlope, pair_norms
 
 SIZES = {"side": 8, "patch": 4, "width": 8, "heads": 2, "depth": 2, "neck": 6, "vocabulary": 30, "tokens": 5}
 
@@ -101,7 +102,7 @@ def test_layers_are_taken_together_or_one_by_one():
 def test_a_sample_gives_the_mean_of_its_gains():
     model = model_of("digits-patches")
     found = pass_of(model)
-    own, shared = Gains()(found), Gains(sample=2)(found)
+    own, shared = GainsSlope()(found), GainsSlope(sample=2)(found)
     steepness = attention_steepness(model.attentions, [x[:2] for x in found.entering], curved=False)
     rest = own[0] / steepness.gain[:, 0].prod()  # the gains of the other layers, which no input changes
     same_label = found.labels == found.labels[0]
@@ -122,10 +123,10 @@ def test_slopes_of_a_network_are_in_order():
     sigma = torch.linalg.matrix_norm(feature_jacobians(model, found.x.detach()), 2)
     pairs = pair_norms(found)
     exact = pairs * sigma.unsqueeze(1)
-    assert torch.allclose(Jacobian(steps=200)(found), exact, rtol=2e-3)
-    assert (Jacobian()(found) <= exact * (1 + 1e-9)).all()
-    assert (Gains()(found) >= exact * 0.995).all()
-    assert (Gains()(found).gather(1, found.labels.unsqueeze(1)) == 0).all()
+    assert torch.allclose(JacobianSlope(steps=200)(found), exact, rtol=2e-3)
+    assert (JacobianSlope()(found) <= exact * (1 + 1e-9)).all()
+    assert (GainsSlope()(found) >= exact * 0.995).all()
+    assert (GainsSlope()(found).gather(1, found.labels.unsqueeze(1)) == 0).all()
 
 
 def test_the_margin_gradient_is_that_of_the_closest_margin():
@@ -142,10 +143,10 @@ def test_the_margin_gradient_is_that_of_the_closest_margin():
     here = gradient(found.x)
     norm = here.flatten(1).norm(dim=1)
     others = functional.one_hot(found.labels, 10) == 0
-    assert torch.allclose(MarginGradient(curvature=0.0)(found), norm.unsqueeze(1) * others, rtol=1e-6)
+    assert torch.allclose(GradientSlope(curvature=0.0)(found), norm.unsqueeze(1) * others, rtol=1e-6)
     there = gradient(found.x - 0.3 * here / norm.reshape(-1, 1, 1, 1))
     expected = norm + 2.0 / 2 * (there - here).flatten(1).norm(dim=1)
-    assert torch.allclose(MarginGradient(radius=0.3, curvature=2.0)(found), expected.unsqueeze(1) * others, rtol=1e-6)
+    assert torch.allclose(GradientSlope(radius=0.3, curvature=2.0)(found), expected.unsqueeze(1) * others, rtol=1e-6)
     assert (norm <= torch.linalg.matrix_norm(feature_jacobians(model, found.x), 2) * pair_norms(found).amax(1)).all()
 
 
@@ -153,8 +154,8 @@ def test_the_margin_gradient_is_that_of_the_closest_margin():
 def test_a_convolution_is_as_steep_as_its_map(kind):
     torch.manual_seed(0)
     convolution = Convolution((2, 3), 3, 4, kind=kind)
-    assert layer_steepness(convolution) == layer_steepness(convolution.map)
-    assert layer_steepness(convolution).curvature == 0.0
+    assert convolution.steepness() == convolution.map.steepness()
+    assert convolution.steepness().curvature == 0.0
 
 
 def test_the_smooth_projection_attains_its_curvature():
@@ -163,14 +164,14 @@ def test_the_smooth_projection_attains_its_curvature():
     (bend,) = torch.func.jacrev(torch.func.jacrev(lambda t: layer(x * t)))(torch.ones(1, dtype=torch.float64))[
         0
     ].flatten()
-    assert abs(bend.item()) == pytest.approx(layer_steepness(layer).curvature, rel=1e-6)  # a step of length 1
+    assert abs(bend.item()) == pytest.approx(layer.steepness().curvature, rel=1e-6)  # a step of length 1
 
 
 def test_the_second_order_slope_is_above_the_second_derivative():
     model = model_of(projection="smooth")
     found = pass_of(model, differentiate=True)
-    first = MarginGradient(curvature=0.0)(found)
-    bent = (SecondOrder(radius=2.0)(found) - first).gather(1, found.rivals.unsqueeze(1)).squeeze(1)
+    first = GradientSlope(curvature=0.0)(found)
+    bent = (SecondOrderSlope(radius=2.0)(found) - first).gather(1, found.rivals.unsqueeze(1)).squeeze(1)
     for i in range(4):
         y, j = found.labels[i], found.rivals[i]
         hessian = torch.autograd.functional.hessian(
@@ -179,7 +180,7 @@ def test_the_second_order_slope_is_above_the_second_derivative():
         size = found.x[i].numel()
         assert torch.linalg.matrix_norm(hessian.reshape(size, size), 2) <= bent[i]
     with pytest.raises(InputError, match="Entrywise has a kink"):
-        SecondOrder()(pass_of(model_of("digits-patches"), differentiate=True))
+        SecondOrderSlope()(pass_of(model_of("digits-patches"), differentiate=True))
 
 
 @pytest.mark.parametrize("kind", sorted(SLOPES))
@@ -209,15 +210,29 @@ def test_slopes_can_be_differentiated_by_the_weights(name, kind):
 
 def test_a_pass_without_its_pullback_says_so():
     with pytest.raises(InputError, match="without its pullback"):
-        MarginGradient()(pass_of(model_of()))
+        GradientSlope()(pass_of(model_of()))
+
+
+class Unknown(Layer):
+    """A layer that promises nothing."""
+
+    @property
+    def gain(self) -> float:
+        return math.inf
+
+    def forward(self, x):
+        return x
+
+    def pieces(self):
+        return ()
 
 
 def test_a_layer_without_a_gain_is_named():
     model = model_of(head="free", maps="free")
-    assert torch.isfinite(Gains()(pass_of(model))).all()
-    model.pool.append(torch.nn.Identity())
-    with pytest.raises(InputError, match="Identity has no gain that is known"):
-        Gains()(pass_of(model))
+    assert torch.isfinite(GainsSlope()(pass_of(model))).all()
+    model.pool.append(Unknown())
+    with pytest.raises(InputError, match="Unknown has no gain that is known"):
+        GainsSlope()(pass_of(model))
 
 
 # -- losses
@@ -238,7 +253,7 @@ def test_cross_entropy_with_margin_and_temperature():
 def test_emma_is_its_formula_and_grows_with_the_training():
     model = model_of()
     found = pass_of(model)
-    L = Gains()(found)
+    L = GainsSlope()(found)
     expected = 0.0
     for i, y in enumerate(found.labels.tolist()):
         lifted = found.logits[i].clone()
@@ -259,7 +274,7 @@ def test_emma_pushes_the_slope_down():
         model.head.bias[3] += 5  # so that every margin is far from used up
     inputs, _ = batch(model)
     found = run(model, inputs, torch.full((4,), 3), torch.tensor(1.0))
-    L = Gains()(found)
+    L = GainsSlope()(found)
     (g,) = torch.autograd.grad(Emma(radius=0.2)(found), model.attentions[0].query.weight, retain_graph=True)
     (steeper,) = torch.autograd.grad(L.sum(), model.attentions[0].query.weight)
     assert (g * steeper).sum() > 0
@@ -340,12 +355,12 @@ def test_the_content_floor_sees_what_reaches_the_logits():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(SLOPES))
 def test_losses_compile_to_one_graph(kind):
-    from holdfast.train.objective import Objective
+    from holdfast.train.objective import TrainingObjective
 
     model = model_of().float()
     inputs, labels = batch(model)
     losses = (Emma(slope=SLOPES[kind]()), Pgd(steps=1), ContentFloor(), JaSMinTerm())
-    objective = Objective(model, losses if kind == "gains" else losses[:1])
+    objective = TrainingObjective(model, losses if kind == "gains" else losses[:1])
     compiled = torch.compile(objective, backend="aot_eager", fullgraph=kind != "gains")
     arguments = inputs.float(), labels, torch.tensor(0.5)
     assert compiled(*arguments).item() == pytest.approx(objective(*arguments).item(), rel=1e-5)

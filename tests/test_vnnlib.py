@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from holdfast import InputError
+from holdfast.layers.tokens.pooling import ClassToken
 from holdfast.network.network import Head, Network
-from holdfast.network.pooling import ClassToken
 from holdfast.vnnlib import Decision, Specification, decide, read_specification
+from holdfast.vnnlib.decide import _stored
 from holdfast.vnnlib.search import Search
+from holdfast.vnnlib.specification import Box
 
 DECLARED = """; two inputs, two outputs
 (declare-const X_0 Real)
@@ -182,3 +184,11 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         decide(three, specification, shape=(1, 2))
     with pytest.raises(InputError, match="restarts is 0; expected at least 1"):
         Search(restarts=0)
+
+
+def test_a_stored_counter_example_stays_in_a_box_that_float32_does_not_meet() -> None:
+    corner = torch.tensor([0.1, -0.3, 0.7], dtype=torch.float64)
+    box = Box(corner, corner + 1e-12, ())
+    stored = _stored(corner + 5e-13, box)
+    assert bool(((stored >= box.lower) & (stored <= box.upper)).all())
+    assert torch.equal(_stored(corner, Box(corner - 1, corner + 1, ())), corner.float().double())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypedDict
+from collections.abc import Callable
+from typing import Any, TypedDict, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from holdfast.attacks import LipschitzAscent, ProjectedAscent
 from holdfast.attention import AttentionJacobian, AttentionLayer, checks
@@ -14,13 +14,14 @@ from holdfast.bounds import ball_bounds, bound_named, point_bounds
 from holdfast.errors import InputError
 from holdfast.linalg import FunctionJacobian, estimate, upper
 from holdfast.linalg.certified import GIB
+from holdfast.radii import GivenRadii
 from holdfast.results import AttackResult, BoundResult, Guarantee, LipschitzResult, LipschitzWitness, NormResult, Side
 
 
 def bound(
-    layer: AttentionLayer,
+    layer: AttentionLayer | nn.Module,
     x: Tensor,
-    eps: float | Sequence[float],
+    eps: GivenRadii,
     method: str = "best",
     *,
     guarantee: Guarantee = "proved",
@@ -29,7 +30,7 @@ def bound(
     """How far the output of the layer can move when x moves by at most eps in the Frobenius norm.
 
     Args:
-        layer: the attention layer.
+        layer: the attention layer, or an `nn.MultiheadAttention`.
         x: (b…, n, d) the inputs.
         eps: one radius, for a value (b…); or a sequence of e radii, for a value (b…, e).
         method: a name that `list_bounds` shows.
@@ -40,15 +41,15 @@ def bound(
         >>> r = bound(layer, x, eps=0.1, method="lofast")
         >>> r.value, r.terms["zeta"]
     """
-    return bound_named(method)(layer, x, eps, guarantee=guarantee, memory_limit=memory_limit)
+    return bound_named(method)(_as_layer(layer), x, eps, guarantee=guarantee, memory_limit=memory_limit)
 
 
 def lipschitz_bound(
-    layer: AttentionLayer,
+    layer: AttentionLayer | nn.Module,
     x: Tensor | None = None,
     method: str = "best",
     *,
-    radius: float | Sequence[float] | None = None,
+    radius: GivenRadii | None = None,
     tokens: int | None = None,
     p: float = 2.0,
     guarantee: Guarantee = "proved",
@@ -57,7 +58,7 @@ def lipschitz_bound(
     """How steep the layer can be: at x, or everywhere on sequences of tokens of bounded length.
 
     Args:
-        layer: the attention layer.
+        layer: the attention layer, or an `nn.MultiheadAttention`.
         x: (b…, n, d) the points, for a bound of the Jacobian's norm there; or none, and radius and tokens.
         method: a name that `list_bounds` shows with the scope "point" (for x) or "ball at 0" (for a radius).
         radius: R, or a sequence of them: no token is longer.
@@ -71,6 +72,7 @@ def lipschitz_bound(
         >>> lipschitz_bound(layer, x, "yudin-b3").value
         >>> lipschitz_bound(layer, radius=4.0, tokens=64, method="castin-ball").value
     """
+    layer = _as_layer(layer)
     options: _Options = {"guarantee": guarantee, "memory_limit": memory_limit}
     if x is not None:
         if radius is not None or tokens is not None:
@@ -91,9 +93,9 @@ class _Options(TypedDict):
 
 
 def attack(
-    layer: AttentionLayer,
+    layer: AttentionLayer | nn.Module,
     x: Tensor,
-    eps: float | Sequence[float],
+    eps: GivenRadii,
     *,
     objective: str = "output",
     restarts: int = 10,
@@ -103,7 +105,7 @@ def attack(
     """A perturbation of x by at most eps that moves the output far, and how far it does.
 
     Args:
-        layer: the attention layer.
+        layer: the attention layer, or an `nn.MultiheadAttention`.
         x: (b…, n, d) the inputs.
         eps: one radius, or a sequence of them.
         objective: "output", or an inner quantity of LoFAST: "delta-2", "delta-21", "scores", "delta-22".
@@ -112,11 +114,11 @@ def attack(
         seed: of everything random.
     """
     _at_least_one(restarts=restarts, steps=steps)
-    return ProjectedAscent(restarts, steps)(layer, x, eps, objective=objective, seed=seed)
+    return ProjectedAscent(restarts, steps)(_as_layer(layer), x, eps, objective=objective, seed=seed)
 
 
 def lipschitz_attack(
-    layer: AttentionLayer,
+    layer: AttentionLayer | nn.Module,
     radius: float,
     tokens: int,
     *,
@@ -127,7 +129,7 @@ def lipschitz_attack(
     """Tokens of bounded length at which the layer is steep, and how steep it is there.
 
     Args:
-        layer: the attention layer.
+        layer: the attention layer, or an `nn.MultiheadAttention`.
         radius: R; no token is longer.
         tokens: how many tokens there are.
         restarts: starting points that are followed; at least four times as many are looked at.
@@ -138,7 +140,11 @@ def lipschitz_attack(
         >>> lipschitz_attack(layer, radius=4.0, tokens=64).lower
     """
     _at_least_one(restarts=restarts, steps=steps)
-    return LipschitzAscent(restarts, steps)(layer, radius, tokens, seed=seed)
+    return LipschitzAscent(restarts, steps)(_as_layer(layer), radius, tokens, seed=seed)
+
+
+def _as_layer(layer: AttentionLayer | nn.Module) -> AttentionLayer:
+    return layer if isinstance(layer, AttentionLayer) else AttentionLayer.from_module(cast("Any", layer))
 
 
 def _at_least_one(**counts: int) -> None:
@@ -160,7 +166,7 @@ def local_lipschitz(
     """The norm of the Jacobian at x: how fast the output moves with the input, to first order.
 
     Args:
-        f_or_layer: an attention layer, or any differentiable function of one tensor.
+        f_or_layer: an attention layer, an `nn.MultiheadAttention`, or any differentiable function of one tensor.
         x: where; (b…, n, d) for a layer.
         side: "estimate" (Lanczos, from below) or "upper" (proved; needs a layer).
         batch_dims: how many leading dimensions of x a bare function treats one by one.
@@ -170,6 +176,8 @@ def local_lipschitz(
     """
     if side not in ("estimate", "upper"):
         raise InputError(f'side is {side!r}; expected "estimate" or "upper"')
+    if isinstance(f_or_layer, nn.MultiheadAttention):
+        f_or_layer = _as_layer(f_or_layer)
     if not isinstance(f_or_layer, AttentionLayer):
         if side == "upper":
             raise InputError(

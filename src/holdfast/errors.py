@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_ALL, _FEW = 24, 5  # names that a message lists: all of them where they are few, otherwise the nearest
+
 
 class HoldfastError(Exception):
     """Base of every error that Holdfast raises on purpose."""
@@ -19,9 +21,13 @@ class UnknownNameError(InputError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         known = sorted(known)
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(name, known, n=_FEW, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        super().__init__(f"unknown {kind} {name!r}: {hint}known: {', '.join(known)}")
+        if len(known) <= _ALL:
+            listed = f"known: {', '.join(known)}"
+        else:
+            listed = f"{len(known)} are known, such as {', '.join(near or known[:_FEW])}"
+        super().__init__(f"unknown {kind} {name!r}: {hint}{listed}")
 
 
 class NotApplicableError(HoldfastError):
@@ -38,6 +44,10 @@ class ConversionError(HoldfastError):
 
 class MemoryLimitError(HoldfastError):
     """A computation would need more memory than it may use; nothing has been allocated."""
+
+
+class TimeLimitError(HoldfastError):
+    """A computation was given up at its deadline; what was proved before stays."""
 
 
 class SoundnessError(HoldfastError):

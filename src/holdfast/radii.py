@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+from torch import Tensor
+
 from holdfast.errors import InputError
 
 
@@ -18,8 +21,22 @@ def check_number(value: object, name: str, expected: str) -> float:
         raise InputError(f"{name} is a whole number beyond float64; expected {expected}") from None
 
 
-def check_radii(eps: float | Sequence[float], name: str = "eps") -> list[float]:
-    """Radii as floats; each must be finite and not negative. `name` is the caller's word for them."""
+GivenRadii = float | Sequence[float] | Tensor | np.ndarray
+
+
+def as_numbers(radii: GivenRadii) -> float | Sequence[float]:
+    """GivenRadii as Python's numbers, where they are a tensor or an array."""
+    if not isinstance(radii, Tensor | np.ndarray | np.generic):
+        return radii
+    if radii.ndim > 1:
+        raise InputError(f"the radii have shape {tuple(radii.shape)}; expected one number, or one dimension of them")
+    numbers: float | list[float] = radii.tolist()
+    return numbers
+
+
+def check_radii(eps: GivenRadii, name: str = "eps") -> list[float]:
+    """GivenRadii as floats; each must be finite and not negative. `name` is the caller's word for them."""
+    eps = as_numbers(eps)
     given = list(eps) if isinstance(eps, Sequence) and not isinstance(eps, str) else [eps]
     if not given:
         raise InputError(f"{name} is an empty sequence; expected at least one radius")

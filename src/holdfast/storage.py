@@ -1,10 +1,14 @@
-"""Files: safetensors in and out; every file is written whole or not at all."""
+"""Files: safetensors in and out, TOML in; every file is written whole or not at all."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import shutil
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -37,21 +41,77 @@ def read_metadata(path: Pathlike) -> dict[str, str]:
         raise InputError(f"{os.fspath(path)!r} cannot be read as safetensors: {error}") from None
 
 
+def read_toml(path: Pathlike, expected: str) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Args:
+        path: of the file.
+        expected: what it should hold, for the error where there is none ("parameters", "a [model] table").
+    """
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"no file {os.fspath(path)!r}; expected a TOML file with {expected}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{os.fspath(path)} cannot be read as TOML: {error}") from None
+
+
 def write_tensors(path: Pathlike, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Writes named tensors as safetensors, with texts beside them."""
-    partial = _partial(path)
     stored = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    save_file(stored, partial, None if metadata is None else dict(metadata))
-    partial.replace(path)
+    with _whole_or_not(path) as partial:
+        partial.touch()
+        mode = partial.stat().st_mode  # as for any file of the user; safetensors would keep it from others
+        save_file(stored, partial, None if metadata is None else dict(metadata))
+        partial.chmod(mode)
 
 
 def write_text(path: Pathlike, text: str) -> None:
     """Writes a text file."""
-    partial = _partial(path)
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    write_bytes(path, text.encode())
 
 
-def _partial(path: Pathlike) -> Path:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    return Path(f"{os.fspath(path)}.partial")
+def write_bytes(path: Pathlike, content: bytes) -> None:
+    """Writes a file."""
+    with _whole_or_not(path) as partial:
+        partial.write_bytes(content)
+
+
+def check_output(path: Pathlike) -> None:
+    """Refuses a file that could not be written, before the work begins; touches nothing."""
+    target = Path(path)
+    if target.is_dir():
+        raise _unwritable(path, "it is a folder; expected the name of a file")
+    if target.exists() and not target.is_file():
+        raise _unwritable(path, "it is a device or a pipe; expected the name of a file")
+    folder = next(parent for parent in target.absolute().parents if parent.exists())
+    if not folder.is_dir():
+        raise _unwritable(path, f"{str(folder)!r} is no folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise _unwritable(path, f"you may not write in {str(folder)!r}; name another folder")
+    if target.exists() and not os.access(target, os.W_OK):
+        raise _unwritable(path, "the file is read-only; name another one")
+    disk = shutil.disk_usage(folder)
+    if disk.total > 0 and disk.free == 0:
+        raise _unwritable(path, "no space is left on the disk")
+
+
+@contextmanager
+def _whole_or_not(path: Pathlike) -> Iterator[Path]:
+    """A file beside the one that is meant, which takes its place at the end; of one that fails nothing stays."""
+    partial = Path(f"{os.fspath(path)}.partial")
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise _unwritable(path, reason or str(error)) from None
+    except BaseException:  # Ctrl-C
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _unwritable(path: Pathlike, reason: str) -> InputError:
+    return InputError(f"{os.fspath(path)!r} cannot be written: {reason}")

@@ -1,6 +1,6 @@
-"""Every attention layer of a model, analysed and shown."""
+"""Every attention layer of a model, analyzed and shown."""
 
-from holdfast.analysis.result import AnalysedInput, AnalysedLayer, Analysis
-from holdfast.analysis.run import Progress, analyze
+from holdfast.analysis.result import Analysis, AnalyzedInput, AnalyzedLayer
+from holdfast.analysis.run import AnalysisProgress, analyze
 
-__all__ = ["AnalysedInput", "AnalysedLayer", "Analysis", "Progress", "analyze"]
+__all__ = ["Analysis", "AnalysisProgress", "AnalyzedInput", "AnalyzedLayer", "analyze"]

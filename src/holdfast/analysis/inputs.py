@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
-from holdfast.analysis.result import AnalysedInput
+from holdfast.analysis.result import AnalyzedInput
 from holdfast.errors import InputError
-from holdfast.tracing.loading import Picture
+from holdfast.models.loading import Picture
 
 _SMALL = 64  # pixels: up to here every pixel counts and is kept as it is
 _LARGEST = 336
@@ -24,7 +24,7 @@ def describe(
     x: Float[Tensor, "b n d"],
     tokens: Sequence[Sequence[str]] | None,
     pictures: Sequence[Picture] | None,
-) -> tuple[AnalysedInput, ...]:
+) -> tuple[AnalyzedInput, ...]:
     """The inputs with the names of their tokens.
 
     Args:
@@ -42,7 +42,7 @@ def describe(
         picture = None if pictures is None else pictures[place]
         names = _names(len(real), picture) if tokens is None else _spread_out(list(tokens[place]), real, place)
         views.append(
-            AnalysedInput(
+            AnalyzedInput(
                 tokens=tuple(names),
                 padding=tuple(not is_real for is_real in real),
                 image=None if picture is None else data_uri(picture.pixels),
@@ -80,7 +80,7 @@ def data_uri(pixels: UInt8[Tensor, "height width 3"]) -> str:
 
 
 def _real_tokens(inputs: Tensor | Mapping[str, Any], x: Float[Tensor, "b n d"]) -> Bool[Tensor, "b n"]:
-    """Which tokens are no padding."""
+    """Which tokens are not padding."""
     given = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     if isinstance(given, Tensor) and given.shape == x.shape[:2]:
         return given.bool()

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from holdfast.errors import InputError
+from holdfast.extras import require
+from holdfast.reporting import Shown, writer
 from holdfast.results import Guarantee
 from holdfast.storage import Pathlike, write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from pandas import DataFrame
     from rich.table import Table
 
 SCHEMA = "holdfast.analysis/1"
@@ -25,7 +28,7 @@ Rows = tuple[Row, ...]
 
 @final
 @dataclass(frozen=True)
-class AnalysedInput:
+class AnalyzedInput:
     """One input as it is shown.
 
     Attributes:
@@ -43,7 +46,7 @@ class AnalysedInput:
 
 @final
 @dataclass(frozen=True)
-class AnalysedLayer:
+class AnalyzedLayer:
     """One attention layer at b inputs, with h heads, over e radii.
 
     Attributes:
@@ -83,8 +86,8 @@ class AnalysedLayer:
 
 
 @final
-@dataclass(frozen=True)
-class Analysis:
+@dataclass(frozen=True, repr=False)
+class Analysis(Shown):
     """The attention layers of a model at some inputs.
 
     Attributes:
@@ -107,13 +110,21 @@ class Analysis:
     guarantee: Guarantee
     method: str
     attack: str
-    inputs: tuple[AnalysedInput, ...]
-    layers: tuple[AnalysedLayer, ...]
+    inputs: tuple[AnalyzedInput, ...]
+    layers: tuple[AnalyzedLayer, ...]
     planned: int
     notes: tuple[str, ...]
     versions: Mapping[str, str]
     command: str | None = None
     seconds: float = 0.0
+
+    def facts(self) -> dict[str, object]:
+        """The line of a prompt."""
+        shown: dict[str, object] = {"model": self.model, "layers": f"{len(self.layers)} of {self.planned}"}
+        if self.layers:
+            steepest = max(self.layers, key=lambda layer: max(layer.slope))
+            shown["steepest"] = f"{steepest.name} ({max(steepest.slope):.4g})"
+        return shown | {"eps": self.eps, "bounds": f"{self.method}, {self.guarantee}"}
 
     @property
     def interrupted(self) -> bool:
@@ -139,36 +150,55 @@ class Analysis:
     def from_json(cls, text: str) -> Analysis:
         """The analysis that `to_json` wrote."""
         try:
-            found = json.loads(text)
+            fields = json.loads(text)
         except json.JSONDecodeError as error:
             raise InputError(f"this is not JSON: {error}; expected what Analysis.to_json wrote") from None
-        schema = found.pop("schema", None) if isinstance(found, dict) else None
+        schema = fields.pop("schema", None) if isinstance(fields, dict) else None
         if schema != SCHEMA:
             raise InputError(f"the schema is {schema!r}; expected {SCHEMA!r}, as written by Analysis.to_json")
         try:
-            inputs = tuple(AnalysedInput(**_frozen(item)) for item in found.pop("inputs"))
-            layers = tuple(AnalysedLayer(**_frozen(item)) for item in found.pop("layers"))
-            return cls(inputs=inputs, layers=layers, **_frozen(found))
+            inputs = tuple(AnalyzedInput(**_frozen(item)) for item in fields.pop("inputs"))
+            layers = tuple(AnalyzedLayer(**_frozen(item)) for item in fields.pop("layers"))
+            return cls(inputs=inputs, layers=layers, **_frozen(fields))
         except (TypeError, KeyError) as error:
             raise InputError(f"the fields do not fit {SCHEMA}: {error}; was the file edited?") from None
 
+    def to_dataframe(self) -> DataFrame:
+        """A table of pandas with a row for each layer, input and radius; it needs pandas."""
+        rows = [
+            {
+                "layer": layer.index,
+                "name": layer.name,
+                "input": i,
+                "eps": eps,
+                "slope": layer.slope[i],
+                "slope_upper": None if layer.slope_upper is None else layer.slope_upper[i],
+                "bound": None if layer.bound is None else layer.bound[i][e],
+                "attack": None if layer.attack is None else layer.attack[i][e],
+                "attention_norm": max(layer.attention_norm[i]),
+                "softmax_norm": max(layer.softmax_norm[i]),
+                "entropy": max(layer.entropy[i]),
+            }
+            for layer in self.layers
+            for i in range(len(self.inputs))
+            for e, eps in enumerate(self.eps)
+        ]
+        frame: DataFrame = require("pandas", "notebook").DataFrame(rows)
+        return frame
+
     def table(self) -> Table:
         """The layers as a table for the terminal."""
-        from holdfast.report.analysis import analysis_table
-
-        return analysis_table(self)
+        table: Table = writer("analysis").analysis_table(self)
+        return table
 
     def plot(self) -> Figure:
         """The local constants and bounds over depth, and the heads, as a matplotlib figure."""
-        from holdfast.report.analysis import plot_analysis
-
-        return plot_analysis(self)
+        figure: Figure = writer("analysis").plot_analysis(self)
+        return figure
 
     def to_html(self, path: Pathlike) -> None:
         """Writes the page: one file that needs nothing else."""
-        from holdfast.report.page import render
-
-        write_text(path, render(self))
+        write_text(path, writer("analysis page").render(self))
 
 
 def _frozen(fields: dict[str, Any]) -> dict[str, Any]:

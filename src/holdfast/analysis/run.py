@@ -1,7 +1,8 @@
-"""Analyses every attention layer of a model at its real inputs, one layer at a time."""
+"""Analyzes every attention layer of a model at its real inputs, one layer at a time."""
 
 from __future__ import annotations
 
+import logging
 import platform
 import sys
 import time
@@ -14,9 +15,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-import holdfast
 from holdfast.analysis.inputs import describe, shortened
-from holdfast.analysis.result import AnalysedInput, AnalysedLayer, Analysis
+from holdfast.analysis.result import Analysis, AnalyzedInput, AnalyzedLayer
 from holdfast.attacks import ProjectedAscent
 from holdfast.attention import AttentionJacobian, AttentionLayer
 from holdfast.attention.heads import HeadJacobians
@@ -25,18 +25,22 @@ from holdfast.bounds import bound_named
 from holdfast.errors import InputError, MemoryLimitError, NotApplicableError
 from holdfast.graph.trace import TracedLayer, trace
 from holdfast.linalg import MatrixOperator, estimate, upper
-from holdfast.radii import check_radii
+from holdfast.models.loading import Picture
+from holdfast.progress import watching
+from holdfast.radii import GivenRadii, check_radii
 from holdfast.results import Guarantee
-from holdfast.tracing.loading import Picture
+from holdfast.version import __version__
 
 #: From the top singular vector a few steps come within a few per cent of a long search.
 _ATTACK = ProjectedAscent(restarts=1, steps=2)
 _ATTACK_WORDS = "Projected gradient ascent, 2 steps from the top singular vector and from random directions."
+_FOR_ALL = "taylor"  # the bound that has a proof for every layer
+_LOG = logging.getLogger(__name__)
 _PACKAGES = ("torch", "transformers", "timm")
 
 
 @dataclass(frozen=True)
-class Progress:
+class AnalysisProgress:
     """Where an analysis stands: `done` of `planned` layers are finished, and `name` is next."""
 
     done: int
@@ -47,7 +51,7 @@ class Progress:
 def analyze(
     model: nn.Module,
     inputs: Tensor | Mapping[str, Any],
-    eps: float | Sequence[float],
+    eps: GivenRadii,
     *,
     layers: Sequence[int] | None = None,
     max_tokens: int | None = None,
@@ -58,7 +62,7 @@ def analyze(
     tokens: Sequence[Sequence[str]] | None = None,
     pictures: Sequence[Picture] | None = None,
     name: str | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[AnalysisProgress], None] | bool = True,
     seed: int = 0,
 ) -> Analysis:
     """Local constants, softmax norms, bounds, attacks and sensitive tokens of every attention layer.
@@ -71,20 +75,21 @@ def analyze(
             "attention_mask" leaves out are padding: they are shown and not counted.
         eps: one radius or several: how far the input of each layer may move, in the Frobenius norm.
         layers: which attention layers, counted from 0; default all.
-        max_tokens: token ids beyond so many are cut off.
-        method: a bound's name, as `list_bounds` shows it.
+        max_tokens: token ids beyond this many are cut off.
+        method: a bound's name, as `list_bounds` shows it; `taylor` takes its place where it has no proof for a layer.
         guarantee: of the bounds: "numerical", or "proved" (slow beyond a few hundred n · d).
         proved_slope: also prove the local constant of each layer from above.
         attack: also search a perturbation at every eps.
         tokens: what to call the tokens of each input; default their numbers.
         pictures: the images behind the inputs, to shade their patches.
         name: what to call the model; default its class.
-        progress: is told before each layer, and at the end.
+        progress: a function that is told before each layer, and at the end; by default a bar in a terminal and in a
+            notebook, with False none.
         seed: of everything random.
 
     Example:
-        >>> found = analyze(model, tokenizer("A sentence.", return_tensors="pt"), eps=[0.01, 0.1])
-        >>> found.to_html("page.html")
+        >>> analysis = analyze(model, tokenizer("A sentence.", return_tensors="pt"), eps=[0.01, 0.1])
+        >>> analysis.to_html("page.html")
     """
     began = time.perf_counter()
     radii = check_radii(eps)
@@ -95,17 +100,19 @@ def analyze(
     chosen = _chosen(layers, len(traced))
     shown = describe(inputs, traced[0].x, tokens, pictures)
     work = Work(radii, method, guarantee, proved_slope, attack, seed)
-    found: list[AnalysedLayer] = []
-    try:
-        for index in chosen:
-            if progress is not None:
-                progress(Progress(len(found), len(chosen), traced[index].name))
-            found.append(analyse_layer(index, traced[index], shown, work))
-    except KeyboardInterrupt:
-        if not found:
-            raise
-    if progress is not None:
-        progress(Progress(len(found), len(chosen), ""))
+    analyzed: list[AnalyzedLayer] = []
+    with watching(progress, name or type(model).__name__, lambda now: (now.done, now.planned)) as tell:
+        try:
+            for index in chosen:
+                if tell is not None:
+                    tell(AnalysisProgress(len(analyzed), len(chosen), traced[index].name))
+                analyzed.append(analyze_layer(index, traced[index], shown, work))
+                _LOG.info("layer %d (%s): %.2f s", index, analyzed[-1].name, analyzed[-1].seconds)
+        except KeyboardInterrupt:
+            if not analyzed:
+                raise
+        if tell is not None:
+            tell(AnalysisProgress(len(analyzed), len(chosen), ""))
     return Analysis(
         model=name or type(model).__name__,
         eps=tuple(radii),
@@ -113,7 +120,7 @@ def analyze(
         method=method,
         attack=_ATTACK_WORDS if attack else "No attack was asked for.",
         inputs=shown,
-        layers=tuple(found),
+        layers=tuple(analyzed),
         planned=len(chosen),
         notes=(),
         versions=_versions(),
@@ -133,7 +140,7 @@ class Work:
     seed: int
 
 
-def analyse_layer(index: int, traced: TracedLayer, shown: tuple[AnalysedInput, ...], work: Work) -> AnalysedLayer:
+def analyze_layer(index: int, traced: TracedLayer, shown: tuple[AnalyzedInput, ...], work: Work) -> AnalyzedLayer:
     """One layer at all inputs; inputs whose padding agrees go together, with the padding cut off."""
     began = time.perf_counter()
     groups: dict[tuple[bool, ...], list[int]] = {}
@@ -153,7 +160,7 @@ def analyse_layer(index: int, traced: TracedLayer, shown: tuple[AnalysedInput, .
             for place, value in zip(members, values.tolist(), strict=True):
                 column[place] = tuple(value) if isinstance(value, list) else value
     columns: dict[str, Any] = {key: tuple(column) for key, column in rows.items() if None not in column}
-    return AnalysedLayer(
+    return AnalyzedLayer(
         index=index,
         name=traced.name,
         layer=_words(traced.layer),
@@ -167,15 +174,15 @@ def analyse_layer(index: int, traced: TracedLayer, shown: tuple[AnalysedInput, .
 def _measure(
     layer: AttentionLayer, x: Float[Tensor, "b n d"], work: Work
 ) -> tuple[dict[str, Float[Tensor, "b ..."]], str]:
-    """The numbers of `AnalysedLayer` at inputs without padding, in float64, and its note on the bound."""
+    """The numbers of `AnalyzedLayer` at inputs without padding, in float64, and its note on the bound."""
     with torch.no_grad():
         jacobian = AttentionJacobian(layer, x)
         slope = estimate(jacobian, seed=work.seed)
         assert slope.right is not None
         p = layer.run(x).p
-        found = {
+        numbers = {
             "slope": slope.value,
-            "head_slope": estimate(HeadJacobians(layer, x), tolerance=1e-4, seed=work.seed).value,
+            "head_slope": _head_slopes(layer, x, work.seed),
             "softmax_norm": softmax_jacobian_norm(layer.whole_rows(p)).amax(-1),
             "softmax_g1": softmax_jacobian_norm(layer.whole_rows(p), method="g1").amax(-1),
             "attention_norm": estimate(MatrixOperator(p), tolerance=1e-4, seed=work.seed).value,
@@ -184,15 +191,31 @@ def _measure(
         }
         if work.proved_slope:
             with suppress(MemoryLimitError):
-                found["slope_upper"] = upper(jacobian).value
-    try:
-        result = bound_named(work.method)(layer, x, work.radii, guarantee=work.guarantee)
-        found["bound"], note = result.value, ", ".join((work.method, *result.notes))
-    except (NotApplicableError, MemoryLimitError) as error:
-        note = str(error)
+                numbers["slope_upper"] = upper(jacobian).value
+    refusals = []
+    for method in dict.fromkeys((work.method, _FOR_ALL)):
+        try:
+            result = bound_named(method)(layer, x, work.radii, guarantee=work.guarantee)
+        except (NotApplicableError, MemoryLimitError) as error:
+            refusals.append(str(error))
+        else:
+            numbers["bound"] = result.value
+            refusals.insert(0, ", ".join((method, *result.notes)))
+            break
     if work.attack:
-        found["attack"] = _ATTACK(layer, x, work.radii, seed=work.seed).lower
-    return found, note
+        numbers["attack"] = _ATTACK(layer, x, work.radii, seed=work.seed).lower
+    return numbers, "; ".join(refusals)
+
+
+def _head_slopes(layer: AttentionLayer, x: Float[Tensor, "b n d"], seed: int) -> Float[Tensor, "b h"]:
+    """The local constant of each head by itself."""
+    if not any(norm is not None and norm.across for norm in (layer.q_norm, layer.k_norm)):
+        return estimate(HeadJacobians(layer, x), tolerance=1e-4, seed=seed).value
+    slopes = []
+    for head in torch.eye(layer.h, dtype=x.dtype, device=x.device):  # one norm over all heads: each needs them all
+        alone = layer.replace(w_o=layer.w_o * head[:, None, None], residual=0.0)
+        slopes.append(estimate(AttentionJacobian(alone, x), tolerance=1e-4, seed=seed).value)
+    return torch.stack(slopes, -1)
 
 
 def _without_padding(
@@ -238,6 +261,6 @@ def _words(layer: AttentionLayer) -> str:
 
 
 def _versions() -> dict[str, str]:
-    """Of what took part: a package that was never imported did not."""
+    """Of the packages that took part; one that was never imported did not."""
     packages = {name: str(sys.modules[name].__version__) for name in _PACKAGES if name in sys.modules}
-    return {"holdfast": holdfast.__version__, "python": platform.python_version()} | packages
+    return {"holdfast": __version__, "python": platform.python_version()} | packages

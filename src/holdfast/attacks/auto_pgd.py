@@ -75,10 +75,10 @@ class AutoPgd:
                 delta = r * random / _length(random)
             moved = _within(centre, self._climb(_Lead(logits, answers, targets.flatten()), centre, r, delta), r)
             with torch.no_grad():
-                found = logits(moved)
-            rival = found.scatter(1, answers[:, None], -torch.inf).amax(1)
+                reached = logits(moved)
+            rival = reached.scatter(1, answers[:, None], -torch.inf).amax(1)
             inside = _length(moved.double() - centre.double()) <= r.double()
-            changed |= inside.flatten() & (rival >= found.gather(1, answers[:, None]).squeeze(1))
+            changed |= inside.flatten() & (rival >= reached.gather(1, answers[:, None]).squeeze(1))
         return changed.reshape(-1, count).any(1)
 
     def _climb(self, lead: _Lead, x: Tensor, r: Tensor, delta: Tensor) -> Tensor:
@@ -123,8 +123,8 @@ class _Lead:
         """The lead at z, and the direction in which it grows fastest."""
         with torch.enable_grad():
             z = z.detach().requires_grad_()
-            found = self.logits(z)
-            lead = (found.gather(1, self.targets[:, None]) - found.gather(1, self.answers[:, None])).squeeze(1)
+            logits = self.logits(z)
+            lead = (logits.gather(1, self.targets[:, None]) - logits.gather(1, self.answers[:, None])).squeeze(1)
             (gradient,) = torch.autograd.grad(lead.sum(), z)
         return lead.detach(), gradient / _length(gradient)
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from holdfast.attacks.objectives import Objective, objectives
 from holdfast.attention import AttentionLayer, checks
+from holdfast.attention.movement import distance
 from holdfast.errors import SoundnessError
 from holdfast.linalg import Ball
-from holdfast.movement import distance
-from holdfast.radii import check_radii
+from holdfast.radii import GivenRadii, as_numbers, check_radii
 from holdfast.results import AttackResult
 
 
@@ -33,7 +33,7 @@ class Attack(ABC):
         self,
         layer: AttentionLayer,
         x: Tensor,
-        eps: float | Sequence[float],
+        eps: GivenRadii,
         *,
         objective: str = "output",
         seed: int = 0,
@@ -49,13 +49,14 @@ class Attack(ABC):
         """
         began = time.perf_counter()
         checks.input(layer, x)
+        eps = as_numbers(eps)
         radii = check_radii(eps)
         goal = objectives[objective](layer.double(), x.detach().double())
         centre = goal.centre
         eps_ = centre.new_tensor(radii).reshape(-1, *(1 for _ in centre.shape))
         with torch.no_grad():
-            found = self._search(goal, eps_, seed)
-            witnesses = _pull_inside(centre, found, eps_)
+            points = self._search(goal, eps_, seed)
+            witnesses = _pull_inside(centre, points, eps_)
             reached = goal.values(Ball.exact(witnesses)).lower.clamp(min=0)
             best = reached.argmax(0)
             index = best[None, ..., None, None].expand(1, *witnesses.shape[1:])
@@ -73,13 +74,13 @@ class Attack(ABC):
         )
 
 
-def _pull_inside(centre: Tensor, found: Tensor, eps: Tensor) -> Tensor:
+def _pull_inside(centre: Tensor, points: Tensor, eps: Tensor) -> Tensor:
     """Moves points towards the centre until their exact distance is at most eps."""
     for shrink in (0.0, *(2.0**-k for k in range(50, -1, -2)), 1.0):
-        length = distance(centre, found).upper[..., None, None]
+        length = distance(centre, points).upper[..., None, None]
         # The computed distance of a point from itself is rounded up, above a radius of zero.
-        inside = (length <= eps) | (found == centre).all(-1, keepdim=True).all(-2, keepdim=True)
+        inside = (length <= eps) | (points == centre).all(-1, keepdim=True).all(-2, keepdim=True)
         if bool(inside.all()):
-            return found
-        found = torch.where(inside, found, centre + (found - centre) * ((eps / length).clamp(max=1) * (1 - shrink)))
+            return points
+        points = torch.where(inside, points, centre + (points - centre) * ((eps / length).clamp(max=1) * (1 - shrink)))
     raise SoundnessError("an attack left the ball and could not be pulled back; please report the layer and the input")

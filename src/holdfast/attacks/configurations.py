@@ -43,8 +43,8 @@ def adversarial_configuration(layer: AttentionLayer, radius: float, tokens: int)
         tokens: n, at least 2.
 
     Example:
-        >>> found = adversarial_configuration(layer, radius=4.0, tokens=64)
-        >>> found.lower, found.guaranteed  # the slope at found.witness, and what the formula promises
+        >>> steep = adversarial_configuration(layer, radius=4.0, tokens=64)
+        >>> steep.lower, steep.guaranteed  # the slope at steep.witness, and what the formula promises
     """
     began = time.perf_counter()
     layer, radius = checked(layer, radius, tokens)
@@ -54,8 +54,8 @@ def adversarial_configuration(layer: AttentionLayer, radius: float, tokens: int)
         choices = dominant_tokens(layer, radius)
         promised = _finite(choices.guaranteed(layer, tokens), radius)
         kept = promised.topk(min(_KEPT, len(promised))).indices
-        found = steepest(layer, choices.tokens(tokens)[kept], radius, "dominant token", promised[kept])
-    return replace(found, seconds=time.perf_counter() - began)
+        witness = steepest(layer, choices.tokens(tokens)[kept], radius, "dominant token", promised[kept])
+    return replace(witness, seconds=time.perf_counter() - began)
 
 
 def two_diracs(layer: AttentionLayer, radius: float) -> LipschitzWitness:

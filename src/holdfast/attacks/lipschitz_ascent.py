@@ -33,7 +33,7 @@ class LipschitzAscent:
     random tokens. The best quarter of them climbs.
 
     Args:
-        restarts: starts that climb; so many are held in memory at once.
+        restarts: starts that climb; that many are held in memory at once.
         steps: gradients for each of them.
     """
 
@@ -57,8 +57,8 @@ class LipschitzAscent:
             c = _best_of(looked_at, min(self.restarts, len(starts)))
             for _ in range(self.steps):
                 c = _step(layer, radius, c)
-            found = steepest(layer, torch.cat([c.x, starts[:1]]), radius, "ascent")
-        return replace(found, seconds=time.perf_counter() - began)
+            witness = steepest(layer, torch.cat([c.x, starts[:1]]), radius, "ascent")
+        return replace(witness, seconds=time.perf_counter() - began)
 
     def _starts(self, layer: AttentionLayer, radius: float, n: int, seed: int) -> Float[Tensor, "s n d"]:
         generator = torch.Generator().manual_seed(seed)
@@ -79,7 +79,7 @@ class LipschitzAscent:
 
 
 @dataclass(frozen=True)
-class _Climbers:
+class _Sequences:
     """Points x and unit directions g (s, n, d), the image DF(x)g, its length (s), and the length of the next step."""
 
     x: Tensor
@@ -89,14 +89,14 @@ class _Climbers:
     step: Tensor
 
 
-def _look(layer: AttentionLayer, x: Tensor, seed: int) -> _Climbers:
+def _look(layer: AttentionLayer, x: Tensor, seed: int) -> _Sequences:
     g = torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(x).expand_as(x)
     g, image = _follow(layer, x, g, _FIRST_POWER_STEPS)
     slope = torch.linalg.vector_norm(image, dim=(-2, -1))
-    return _Climbers(x, g, image, slope, torch.full_like(slope, _FIRST_STEP))
+    return _Sequences(x, g, image, slope, torch.full_like(slope, _FIRST_STEP))
 
 
-def _step(layer: AttentionLayer, radius: float, c: _Climbers) -> _Climbers:
+def _step(layer: AttentionLayer, radius: float, c: _Sequences) -> _Sequences:
     reach = radius * c.x.shape[-2] ** 0.5
     gradient = _unit(_gradient(layer, c.x, c.g, _unit(c.image)))
     trial = _into_balls(c.x + reach * c.step[:, None, None] * gradient, radius)
@@ -104,7 +104,7 @@ def _step(layer: AttentionLayer, radius: float, c: _Climbers) -> _Climbers:
     slope = torch.linalg.vector_norm(image, dim=(-2, -1))
     gained = slope > c.slope
     moved = gained[:, None, None]
-    return _Climbers(
+    return _Sequences(
         torch.where(moved, trial, c.x),
         torch.where(moved, g, c.g),
         torch.where(moved, image, c.image),
@@ -130,9 +130,9 @@ def _gradient(layer: AttentionLayer, x: Tensor, g: Tensor, u: Tensor) -> Tensor:
     return gradient
 
 
-def _best_of(groups: list[_Climbers], count: int) -> _Climbers:
+def _best_of(groups: list[_Sequences], count: int) -> _Sequences:
     index = torch.cat([group.slope for group in groups]).topk(count).indices
-    return _Climbers(*(torch.cat([getattr(group, f.name) for group in groups])[index] for f in fields(_Climbers)))
+    return _Sequences(*(torch.cat([getattr(group, f.name) for group in groups])[index] for f in fields(_Sequences)))
 
 
 def _unit(v: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ class ScoreMovement(Objective):
 
     def values(self, z: Array) -> Array:
         x = self._lifted(z)
-        queries, keys = (each(z) - each(x) for each in (self._queries, self._keys))
+        queries, keys = (project(z) - project(x) for project in (self._queries, self._keys))
         moved = queries @ self._keys(z).mT + self._queries(x) @ keys.mT
         allowed = self.layer.allowed(z.shape[-2])
         if allowed is not None:

@@ -31,7 +31,7 @@ class ProjectedAscent(Attack):
     This does not depend on `steps`, so more steps are never worse.
 
     Args:
-        restarts: starts for every input that go beyond the trial; so many are held in memory at once.
+        restarts: starts for every input that go beyond the trial; that many are held in memory at once.
         steps: gradient evaluations for every start.
     """
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from holdfast.attention import AttentionJacobian, AttentionLayer, checks, fold
 from holdfast.attention.measure import WeightedJacobian, doubled, on_measure
+from holdfast.attention.movement import distance, movement
 from holdfast.attention.query_path import QueryBlocks
 from holdfast.errors import HoldfastError, InputError
 from holdfast.linalg import LinearOperator, estimate
-from holdfast.movement import distance, movement
 from holdfast.results import Guarantee, Side
 
 _TOLERANCE = 1e-11
@@ -82,8 +82,8 @@ def split_attack(
         step: how far the two copies move, as a share of the longest token.
 
     Example:
-        >>> found = split_attack(layer, x)
-        >>> found.local, found.slope, found.lower  # before and after; what the witness attains
+        >>> split = split_attack(layer, x)
+        >>> split.local, split.slope, split.lower  # before and after; what the witness attains
     """
     began = time.perf_counter()
     checks.input(layer, x)

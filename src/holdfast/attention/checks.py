@@ -73,8 +73,8 @@ def options(layer: AttentionLayer) -> None:
     if mask is None:
         return
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise InputError(f"mask is {found}; expected a bool tensor, True where attention is allowed")
+        given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(f"mask is {given}; expected a bool tensor, True where attention is allowed")
     if mask.ndim < 2 or mask.shape[-1] != mask.shape[-2]:
         raise InputError(f"mask has shape {_shape(mask)}; expected (n, n) or (b, n, n)")
     allowed = layer.allowed(mask.shape[-1])
@@ -93,8 +93,8 @@ def score_terms(layer: AttentionLayer) -> None:
     terms = {} if rotary is None else {"rotary cos": rotary.cos, "rotary sin": rotary.sin}
     for name, t in (terms if bias is None else terms | {"score_bias": bias}).items():
         if not isinstance(t, Tensor) or t.dtype != layer.dtype or t.device != layer.device:
-            found = f"{t.dtype} on {t.device}" if isinstance(t, Tensor) else type(t).__name__
-            raise InputError(f"{name} is {found}; expected a tensor of {layer.dtype} on {layer.device}, as the weights")
+            given = f"{t.dtype} on {t.device}" if isinstance(t, Tensor) else type(t).__name__
+            raise InputError(f"{name} is {given}; expected a tensor of {layer.dtype} on {layer.device}, as the weights")
         finite(t, name)
     if rotary is not None and rotary.r > layer.k:
         raise InputError(f"rotary turns {rotary.r} entries of a head, and a head has {layer.k}")
@@ -116,14 +116,14 @@ def score_terms(layer: AttentionLayer) -> None:
                 _like_the_weights(layer, norm.bias, f"the bias of {name}", shape)
     tokens = {name: n for name, n, _ in _positional(layer)}
     if len(set(tokens.values())) > 1:
-        found = ", ".join(f"{name} for {n}" for name, n in tokens.items())
-        raise InputError(f"the layer's parts are for different numbers of tokens: {found}")
+        counts = ", ".join(f"{name} for {n}" for name, n in tokens.items())
+        raise InputError(f"the layer's parts are for different numbers of tokens: {counts}")
 
 
 def _like_the_weights(layer: AttentionLayer, t: Tensor, name: str, shape: tuple[int, ...]) -> None:
     if not isinstance(t, Tensor) or t.shape != shape or t.dtype != layer.dtype or t.device != layer.device:
-        found = f"{_shape(t)}, {t.dtype} on {t.device}" if isinstance(t, Tensor) else type(t).__name__
-        raise InputError(f"{name} is {found}; expected {shape}, {layer.dtype} on {layer.device}")
+        given = f"{_shape(t)}, {t.dtype} on {t.device}" if isinstance(t, Tensor) else type(t).__name__
+        raise InputError(f"{name} is {given}; expected {shape}, {layer.dtype} on {layer.device}")
     finite(t, name)
 
 
@@ -168,8 +168,8 @@ def module(attention: nn.MultiheadAttention) -> None:
             attention.training and attention.dropout > 0
         ),
     }
-    for reason, found in reasons.items():
-        if found:
+    for reason, applies in reasons.items():
+        if applies:
             raise InputError(f"this nn.MultiheadAttention {reason}, which is not plain self-attention")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,6 +17,8 @@ from holdfast.errors import InputError
 from holdfast.linalg.rounding import Array, Ball, lift
 
 Kind = Literal["rms", "layer"]
+
+_SHARP = 2 / math.sqrt(3.0) * (1 + 2**-48)  # not below the exact value, also after one more rounding
 
 
 @final
@@ -45,8 +48,8 @@ class HeadNorm:
         if not isinstance(self.weight, Tensor) or self.weight.ndim not in (1, 2):
             raise InputError("weight of a head norm is not a tensor (k) or (heads, k)")
         if self.bias is not None and self.bias.shape != self.weight.shape:
-            found, expected = tuple(self.bias.shape), tuple(self.weight.shape)
-            raise InputError(f"bias of a head norm has shape {found}; expected that of its weight, {expected}")
+            given, expected = tuple(self.bias.shape), tuple(self.weight.shape)
+            raise InputError(f"bias of a head norm has shape {given}; expected that of its weight, {expected}")
         if not self.eps >= 0:
             raise InputError(f"eps of a head norm is {self.eps}; expected a number that is not negative")
 
@@ -57,10 +60,10 @@ class HeadNorm:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything as tensors, for a file."""
-        found = {"weight": self.weight.clone(), "eps": torch.tensor(self.eps, dtype=torch.float64)}
-        found |= {} if self.bias is None else {"bias": self.bias.clone()}
+        tensors = {"weight": self.weight.clone(), "eps": torch.tensor(self.eps, dtype=torch.float64)}
+        tensors |= {} if self.bias is None else {"bias": self.bias.clone()}
         flags = {"layer": self.kind == "layer", "across": self.across, "after_rotation": self.after_rotation}
-        return found | {name: torch.tensor(flag) for name, flag in flags.items()}
+        return tensors | {name: torch.tensor(flag) for name, flag in flags.items()}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], source: str) -> HeadNorm:
@@ -73,7 +76,7 @@ class HeadNorm:
         return cls(tensors["weight"], tensors.get("bias"), float(tensors["eps"]), kind, **flags)
 
     def repeated(self, heads: int) -> HeadNorm:
-        """With weights for so many heads, where they are given for each."""
+        """With weights for this many heads, where they are given for each."""
         if self.weight.ndim == 1 or len(self.weight) == heads:
             return self
         times = heads // len(self.weight)
@@ -96,14 +99,25 @@ class HeadNorm:
         D = diag(w)(1 - zzᵀ/(kσ²))Π/σ with z = Πu, σ² = |z|²/k + eps, so that ‖D‖ <= max |w| / σ, and |z| falls by at
         most the radius. (Π takes the mean off for "layer", and is 1 for "rms".)
         """
+        return lift(self._largest, u) / self._least_sigma2(u, radius).sqrt()
+
+    def sharpest(self, u: Array, radius: Array) -> Array:
+        """(…, h or 1, n) the same of the second derivative, (2/√3) max |w| / (√k σ²): docs/math/scores.md, Lemma 1."""
+        count = u.shape[-1] * (u.shape[-3] if self.across else 1)
+        return lift(self._largest, u) * (_SHARP / math.sqrt(count)) / self._least_sigma2(u, radius)
+
+    def _least_sigma2(self, u: Array, radius: Array) -> Array:
+        """(…, h or 1, n) what σ² is not below within `radius` of u."""
         dims = (-3, -1) if self.across else (-1,)
         count = u.shape[-1] * (u.shape[-3] if self.across else 1)
         length = self.centred(u).square().sum(dims, keepdim=True).squeeze(-1).sqrt()
-        shortest = (length - radius).clamp(min=0.0)
-        sigma = (shortest.square() / float(count) + self.eps).sqrt()
+        return (length - radius).clamp(min=0.0).square() / float(count) + self.eps
+
+    @property
+    def _largest(self) -> Tensor:
+        """Max |w|, of each head where each has its own norm."""
         largest = self.weight.abs().amax(-1)
-        largest = largest.amax() if self.across or largest.ndim == 0 else largest.unsqueeze(-1)
-        return lift(largest, u) / sigma
+        return largest.amax() if self.across or largest.ndim == 0 else largest.unsqueeze(-1)
 
 
 @final

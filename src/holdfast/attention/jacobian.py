@@ -24,10 +24,9 @@ from holdfast.attention.dense_rows import PlainScores, TurnedScores, enclose_col
 from holdfast.attention.layer import AttentionLayer, join_heads, merge_heads, project, split_heads
 from holdfast.attention.moments import ScoreMoments
 from holdfast.attention.rows import Rows
+from holdfast.attention.tangents import HeadTangents
 from holdfast.linalg.operator import AssembledOperator, Enclosure, Gram, ProvableOperator
 from holdfast.linalg.rounding import UNIT, Array, Ball, as_ball, frobenius_upper, gamma
-
-_BLOCK = 64  # queries whose masked keys are skipped together
 
 
 @dataclass(frozen=True)
@@ -112,61 +111,42 @@ class AttentionJacobian(AssembledOperator):
 
     def __init__(self, layer: AttentionLayer, x: Float[Tensor, "*b n d"]) -> None:
         self._layer, self._x = layer, x
+        self._part: tuple[tuple[int, int], AttentionJacobian] | None = None
         w, parts = layer.weights(x), layer.run(x)
-        slope = layer.cap_slope(parts)
-        self._placed = None if layer.rotary is None and layer.beyond_dot_products is None else layer.placed(x)
-        # The scale of the scores is carried by q and k, once.
-        q, k = parts.q * layer.scale, parts.k * layer.scale
+        self._heads = heads = HeadTangents(layer, x, parts)
         maps = (w.w_q, w.w_k, w.w_v)
-        if x.ndim == 2 and len(x) < layer.k and self._placed is None:
+        if x.ndim == 2 and len(x) < layer.k and not heads.placed:
             # Few tokens: dq meets nothing but the n keys, and dk the n queries, so these join the maps.
-            maps = (w.w_q @ k.mT, w.w_k @ q.mT, w.w_v)
-            q = k = torch.eye(len(x), dtype=x.dtype, device=x.device).expand_as(parts.p)
+            maps = (w.w_q @ heads.k.mT, w.w_k @ heads.q.mT, w.w_v)
+            heads.join_scores()
         self._w_in, self._w_out = [join_heads(m) for m in maps], w.w_o.flatten(0, 1)
-        self._q, self._k, self._v, self._p, self._y = q, k, parts.v, parts.p, parts.y
-        self._steep = parts.p if slope is None else parts.p * slope  # p times the derivative of the soft cap
-        self._blocks = _blocks(layer.allowed(x.shape[-2]), x.shape[-2])
         super().__init__(x.shape[:-2], x.shape[-2:], torch.Size((x.shape[-2], layer.d_out)), x)
 
     def mv(self, v: Float[Tensor, "*m n d"]) -> Float[Tensor, "*m n d_out"]:
         dq, dk, dv = (split_heads(v @ w, self._layer.h) for w in self._w_in)
-        if self._placed is not None:
-            dq, dk = (placed.push(d) for placed, d in zip(self._placed, (dq, dk), strict=True))
-        left = torch.cat([dq, self._q.expand_as(dq)], -1)
-        right = torch.cat([self._k.expand_as(dk), dk], -1)
-        dy = torch.empty_like(dv)
-        for rows, keys in self._blocks:
-            p = self._p[..., rows, keys]
-            weighted = (left[..., rows, :] @ right[..., keys, :].mT).mul_(self._steep[..., rows, keys])
-            # p' = p ∘ (s' - E_p s'), so the mean of s' along a row multiplies the row's output.
-            mean = weighted.sum(-1, keepdim=True) * self._y[..., rows, :]
-            dy[..., rows, :] = weighted @ self._v[..., keys, :] + p @ dv[..., keys, :] - mean
-        out = merge_heads(dy) @ self._w_out
+        out = merge_heads(self._heads.push(dq, dk, dv)) @ self._w_out
         return out + self._layer.residual * v if self._layer.residual else out
 
     def rmv(self, u: Float[Tensor, "*m n d_out"]) -> Float[Tensor, "*m n d"]:
-        dy = split_heads(u @ self._w_out.mT, self._layer.h)
-        mean = (dy * self._y).sum(-1, keepdim=True)
         parts = [u.new_zeros(*u.shape[:-1], w.shape[-1]) for w in self._w_in]
         dq, dk, dv = (split_heads(t, self._layer.h) for t in parts)
-        for rows, keys in self._blocks:
-            p, dy_rows = self._p[..., rows, keys], dy[..., rows, :]
-            ds = (dy_rows @ self._v[..., keys, :].mT).sub_(mean[..., rows, :]).mul_(self._steep[..., rows, keys])
-            dq[..., rows, :] = ds @ self._k[..., keys, :]
-            dk[..., keys, :] += ds.mT @ self._q[..., rows, :]
-            dv[..., keys, :] += p.mT @ dy_rows
-        if self._placed is not None:
-            for placed, t in zip(self._placed, (dq, dk), strict=True):
-                t.copy_(placed.pull(t))
+        self._heads.pull(split_heads(u @ self._w_out.mT, self._layer.h), (dq, dk, dv))
         through_q, through_k, through_v = (t @ w.mT for t, w in zip(parts, self._w_in, strict=True))
         out = through_q + through_k + through_v
         return out + self._layer.residual * u if self._layer.residual else out
 
     def part(self, start: int, stop: int) -> AttentionJacobian:
-        x = self._x.reshape(-1, *self.domain)[start:stop]
-        return AttentionJacobian(self._layer.part(self.batch, start, stop), x)
+        """The last part is kept, and its matrix with it: several norms are made of the same one."""
+        if self._part is None or self._part[0] != (start, stop):
+            x = self._x.reshape(-1, *self.domain)[start:stop]
+            self._part = (start, stop), AttentionJacobian(self._layer.part(self.batch, start, stop), x)
+        return self._part[1]
 
     def enclose(self) -> Enclosure:
+        return self._enclosure
+
+    @cached_property
+    def _enclosure(self) -> Enclosure:
         X = Ball.exact(self._x)
         if self._layer.beyond_dot_products is not None:
             return enclose_columns(self._layer, X)
@@ -175,16 +155,6 @@ class AttentionJacobian(AssembledOperator):
             return enclose_rows(fold(self._layer, X), self._layer.residual, turned)
         folded = fold(self._layer, X)
         return enclose_rows(folded, self._layer.residual, PlainScores(folded))
-
-
-def _blocks(allowed: Bool[Tensor, "*b n n"] | None, n: int) -> list[tuple[slice, slice]]:
-    """Queries in blocks, each with the keys up to the last one that any of them may attend to."""
-    if allowed is None:
-        return [(slice(0, n), slice(0, n))]
-    numbers = torch.arange(1, n + 1, device=allowed.device)
-    reach = (allowed.reshape(-1, n, n).any(0) * numbers).amax(-1).tolist()
-    starts = range(0, n, _BLOCK)
-    return [(slice(i, min(i + _BLOCK, n)), slice(0, max(reach[i : i + _BLOCK]))) for i in starts]
 
 
 @final

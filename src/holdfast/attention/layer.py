@@ -41,7 +41,7 @@ class Weights(Generic[Array]):
 
 
 @dataclass(frozen=True)
-class ForwardPass(Generic[Array]):
+class AttentionParts(Generic[Array]):
     """What one pass computes: queries, keys, values (…,h,n,k), probabilities (…,h,n,n), heads' outputs (…,h,n,k)."""
 
     q: Array
@@ -171,13 +171,13 @@ class AttentionLayer:
         checks.input(self, x)
         return self.run(x).p
 
-    def run(self, x: Array) -> ForwardPass[Array]:
+    def run(self, x: Array) -> AttentionParts[Array]:
         """One pass over x, with its parts kept; x may also be a ball."""
         w = self.weights(x)
         placed_q, placed_k = self.placed(x)
         q, k, v = placed_q.value, placed_k.value, project(x, w.w_v, w.b_v)
         p = self.probabilities(q @ k.mT * self.scale)
-        return ForwardPass(q, k, v, p, p @ v)
+        return AttentionParts(q, k, v, p, p @ v)
 
     def placed(self, x: Array) -> tuple[Placed[Array], Placed[Array]]:
         """The queries and the keys at x, as they meet, with their derivatives."""
@@ -209,7 +209,7 @@ class AttentionLayer:
         allowed = self.allowed(scores.shape[-1])
         return scores if allowed is None else scores.masked_fill(~allowed.unsqueeze(-3).to(scores.device), -math.inf)
 
-    def cap_slope(self, parts: ForwardPass[Array]) -> Array | None:
+    def cap_slope(self, parts: AttentionParts[Array]) -> Array | None:
         """(…, h, n, n) the derivative of the soft cap at the scores of a pass; None without a cap."""
         if self.soft_cap is None:
             return None
@@ -219,10 +219,10 @@ class AttentionLayer:
     def beyond_dot_products(self) -> str | None:
         """What makes the scores other than a bias and dot products of linear queries and keys, in words, or None."""
         normed = self.q_norm is not None or self.k_norm is not None
-        found = {"query-key norms": normed, "a soft cap": self.soft_cap is not None, "sinks": self.sinks is not None}
-        return " and ".join(name for name, there in found.items() if there) or None
+        parts = {"query-key norms": normed, "a soft cap": self.soft_cap is not None, "sinks": self.sinks is not None}
+        return " and ".join(name for name, there in parts.items() if there) or None
 
-    def output(self, x: Array, parts: ForwardPass[Array]) -> Array:
+    def output(self, x: Array, parts: AttentionParts[Array]) -> Array:
         """F(x) from the parts of its pass."""
         w = self.weights(x)
         out = merge_heads(parts.y) @ w.w_o.flatten(0, 1)
@@ -255,8 +255,18 @@ class AttentionLayer:
             raise InputError(f"replace got {', '.join(unknown)}; a layer has {', '.join(_ARGUMENTS)}")
         return AttentionLayer(**({name: getattr(self, name) for name in _ARGUMENTS} | arguments))
 
-    def to(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> AttentionLayer:
-        """The same layer with another dtype or on another device."""
+    def to(
+        self,
+        *where: torch.dtype | torch.device | str,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> AttentionLayer:
+        """The same layer with another dtype or on another device, by name or, as in torch, by position."""
+        for given in where:
+            if isinstance(given, torch.dtype):
+                dtype = given
+            else:
+                device = given
         moved: dict[str, Any] = {}
         for name in _ARGUMENTS:
             value = getattr(self, name)

@@ -10,11 +10,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from holdfast.attention.jacobian import AttentionJacobian
-from holdfast.linalg.operator import AssembledOperator, Enclosure
-from holdfast.linalg.rounding import Ball, frobenius_upper, gamma
+from holdfast.linalg.operator import AssembledOperator, Enclosure, Gram, ProvableOperator
+from holdfast.linalg.rounding import Ball, frobenius_upper, gamma, up
+
+_LARGE = 512  # numbers of an input, from which on a Gram matrix is worth keeping for the next norm
 
 
-class _JacobianPart(AssembledOperator):
+class _JacobianPart(ProvableOperator):
     """An operator made of a Jacobian."""
 
     def __init__(self, jacobian: AttentionJacobian, domain: torch.Size, codomain: torch.Size) -> None:
@@ -28,18 +30,27 @@ class _JacobianPart(AssembledOperator):
         return type(self)(self._jacobian.part(start, stop))  # type: ignore[call-arg]
 
     @final
-    def _split(self) -> tuple[Enclosure, Enclosure]:
-        """The enclosed matrices of J on common directions and on the rest; projections do not enlarge an error."""
+    def _common(self) -> Enclosure:
+        """The enclosed matrix of J on common directions; projections do not enlarge an error."""
         J = self._jacobian.enclose()
-        blocks = J.matrix.reshape(*J.matrix.shape[:-1], *self._jacobian.domain)
-        common = blocks.sum(-2) / math.sqrt(self._n)
-        rest = blocks - blocks.mean(-2, keepdim=True)
-        rounding = Ball.exact(frobenius_upper(J.matrix)) * (2 * gamma(self._n + 4)) + J.error
-        return Enclosure(common, rounding.upper), Enclosure(rest.flatten(-2, -1), rounding.upper)
+        return Enclosure(self._blocks().sum(-2) / math.sqrt(self._n), self._rounding(J))
+
+    @final
+    def _rest(self) -> Enclosure:
+        """The same on the rest."""
+        J, blocks = self._jacobian.enclose(), self._blocks()
+        return Enclosure((blocks - blocks.mean(-2, keepdim=True)).flatten(-2, -1), self._rounding(J))
+
+    def _blocks(self) -> Tensor:
+        J = self._jacobian.enclose().matrix
+        return J.reshape(*J.shape[:-1], *self._jacobian.domain)
+
+    def _rounding(self, J: Enclosure) -> Tensor:
+        return (Ball.exact(J.length) * (2 * gamma(self._n + 4)) + J.error).upper
 
 
 @final
-class CommonPart(_JacobianPart):
+class CommonPart(_JacobianPart, AssembledOperator):
     """w ↦ J(1wᵀ/√n): from (d) to (n, d_out)."""
 
     def __init__(self, jacobian: AttentionJacobian) -> None:
@@ -53,7 +64,7 @@ class CommonPart(_JacobianPart):
         return self._jacobian.rmv(u).sum(-2) / math.sqrt(self._n)
 
     def enclose(self) -> Enclosure:
-        return self._split()[0]
+        return self._common()
 
 
 @final
@@ -70,12 +81,24 @@ class OtherPart(_JacobianPart):
         v = self._jacobian.rmv(u)
         return v - v.mean(-2, keepdim=True)
 
-    def enclose(self) -> Enclosure:
-        return self._split()[1]
+    @property
+    def doubles(self) -> int:
+        return 4 * self.codomain.numel() * self.domain.numel()
+
+    def gram(self) -> Gram:
+        """J_s J_sᵀ = JJᵀ - J_c J_cᵀ, from the Gram matrix of J where that is on the left and worth keeping."""
+        if not _LARGE < self.codomain.numel() <= self.domain.numel():
+            return self._rest().gram
+        whole, common = self._jacobian.gram(), self._common()
+        C, e = common.matrix / whole.scale[..., None, None], Ball.exact(common.scaled_error(whole.scale))
+        size = Ball.exact(up(common.length / whole.scale))
+        rounding = (size.square() + frobenius_upper(whole.matrix)) * gamma(C.shape[-1] + 4)
+        error = rounding + size * e * 2.0 + e.square() + whole.error
+        return Gram(torch.baddbmm(whole.matrix, C, C.mT, alpha=-1.0), error.upper, whole.scale)
 
 
 @final
-class Coupling(_JacobianPart):
+class Coupling(_JacobianPart, AssembledOperator):
     """G ↦ (the common part of JᵀJ applied to the rest of G): from (n, d) to (d)."""
 
     def __init__(self, jacobian: AttentionJacobian) -> None:
@@ -91,7 +114,7 @@ class Coupling(_JacobianPart):
         return v - v.mean(-2, keepdim=True)
 
     def enclose(self) -> Enclosure:
-        common, rest = self._split()
-        c, r = Ball.exact(frobenius_upper(common.matrix)), Ball.exact(frobenius_upper(rest.matrix))
+        common, rest = self._common(), self._rest()
+        c, r = Ball.exact(common.length), Ball.exact(rest.length)
         error = c * r * gamma(common.matrix.shape[-2]) + c * rest.error + (r + rest.error) * common.error
         return Enclosure(common.matrix.mT @ rest.matrix, error.upper)

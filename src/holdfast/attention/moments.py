@@ -14,7 +14,9 @@ from torch import Tensor
 
 from holdfast.attention.rows import AnyRows, as_rows
 from holdfast.linalg.operator import Gram, MatrixOperator, ProvableOperator
-from holdfast.linalg.rounding import Ball, as_ball, frobenius_upper, gamma
+from holdfast.linalg.rounding import FLOOR, Ball, as_ball, frobenius_upper, gamma
+
+_CHUNK = {"cpu": 2**18, "cuda": 2**27}  # numbers of a few rows of blocks
 
 
 @final
@@ -117,7 +119,7 @@ class ScoreMoments(ProvableOperator):
     def doubles(self) -> int:
         n, d = self.domain
         h = self.codomain[0]
-        return 3 * (n * d) ** 2 + 8 * h * n * n * d
+        return (n * d) ** 2 + 12 * h * n * n * d
 
     def part(self, start: int, stop: int) -> ScoreMoments:
         batch = self.batch or torch.Size((1,))
@@ -148,21 +150,22 @@ class ScoreMoments(ProvableOperator):
         own = tilde.movedim(1, 2).flatten(2, 3).mT @ weighted.movedim(1, 2).flatten(2, 3)
         every = a.expand(*keys.shape)
         own = own + every.movedim(1, 2).flatten(2, 3).mT @ keys.movedim(1, 2).flatten(2, 3)
-        # (b, i, j, d, d): Σ_l w_lij ũ_lij a_lijᵀ
-        cross = weighted.movedim(1, -1) @ every.movedim(2, 3).movedim(1, -2)
         # Columns (w_lij a_lij)_j / √S_li, (b, n d, n h): their outer products centre the key part.
         lever = w * (1.0 - uncentred) / (total + uncentred).sqrt()
         pulled = (lever.mT.unsqueeze(-1) * a).movedim(1, -1).movedim(2, -1).flatten(1, 2).flatten(2, 3)
-        G = cross.mid.movedim(-2, -3)
-        G = G + G.movedim((1, 2), (3, 4))
+        left, right = weighted.movedim(1, -1), every.movedim(2, 3).movedim(1, -2)  # (b, i, j, d, h), (b, i, j, h, d)
+        G = _with_transpose(left.mid, right.mid)
         tokens = torch.arange(n, device=self.device)
         G[:, tokens, :, tokens, :] += own.mid.movedim(1, 0)
-        G = G.reshape(-1, n * d, n * d) - pulled.mid @ pulled.mid.mT
-        dims = (-4, -3, -2, -1)
+        G = G.reshape(-1, n * d, n * d).baddbmm_(pulled.mid, pulled.mid.mT, alpha=-1.0)
         size, slack = Ball.exact(frobenius_upper(pulled.mid)), Ball.exact(frobenius_upper(pulled.rad))
         error = size.square() * gamma(pulled.shape[-1] + 4) + size * slack * 2.0 + slack.square()
-        error = error + Ball.exact(frobenius_upper(cross.rad, dims)) * 2.0 + frobenius_upper(own.rad, dims[1:])
-        size = Ball.exact(frobenius_upper(cross.mid, dims)) * 2.0 + frobenius_upper(own.mid, dims[1:])
+        # Block by block ‖(L + δL)(R + δR) - fl(LR)‖_F <= ‖δL‖‖R + δR‖ + ‖L‖‖δR‖ + γ‖L‖‖R‖, in Frobenius norms.
+        long, wide = (Ball.exact(frobenius_upper(part)) for part in (left.mid, left.rad))
+        tall, high = (Ball.exact(frobenius_upper(part)) for part in (right.mid, right.rad))
+        blocks = wide * (tall + high) + long * high + long * tall * gamma(left.shape[-1]) + left.shape[-1] * d * FLOOR
+        error = error + Ball.exact(frobenius_upper(blocks.upper)) * 2.0 + frobenius_upper(own.rad, (-3, -2, -1))
+        size = Ball.exact(frobenius_upper((long * tall).upper)) * 2.0 + frobenius_upper(own.mid, (-3, -2, -1))
         bound = (error + size * gamma(8)).upper
         return Gram(G, bound, torch.ones_like(bound))
 
@@ -170,3 +173,15 @@ class ScoreMoments(ProvableOperator):
 def _shares(w: Tensor) -> Tensor:
     total = w.sum(-1, keepdim=True)
     return w / torch.where(total > 0, total, torch.ones_like(total))
+
+
+def _with_transpose(left: Float[Tensor, "b n n d h"], right: Float[Tensor, "b n n h d"]) -> Float[Tensor, "b n d n d"]:
+    """M + Mᵀ for the matrix M with blocks left_ij @ right_ij, a few rows of blocks at a time."""
+    b, n, _, d, _ = left.shape
+    G = left.new_empty(b, n, d, n, d)
+    step = max(1, _CHUNK.get(left.device.type, 2**24) // (b * n * d * d))
+    for start in range(0, n, step):
+        rows = slice(start, start + step)
+        blocks = left[:, rows] @ right[:, rows] + (left[:, :, rows] @ right[:, :, rows]).transpose(1, 2).mT
+        G[:, rows] = blocks.movedim(2, 3)
+    return G

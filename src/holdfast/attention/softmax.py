@@ -81,8 +81,8 @@ def covering_norm(q: Float[Tensor, "*b n"], method: UpperMethod) -> Float[Tensor
 
 def _check(p: Tensor) -> None:
     if not isinstance(p, Tensor) or not p.dtype.is_floating_point or p.ndim == 0 or p.numel() == 0:
-        found = f"{p.dtype} of shape {tuple(p.shape)}" if isinstance(p, Tensor) else type(p).__name__
-        raise InputError(f"p is {found}; expected a floating tensor of probabilities (…, n)")
+        given = f"{p.dtype} of shape {tuple(p.shape)}" if isinstance(p, Tensor) else type(p).__name__
+        raise InputError(f"p is {given}; expected a floating tensor of probabilities (…, n)")
     values = p.detach().double()
     least, off = float(values.amin()), float((values.sum(-1) - 1).abs().amax())
     if not (least >= 0 and off <= max(1e-2, 4 * torch.finfo(p.dtype).eps)):  # a NaN fails too
@@ -145,8 +145,8 @@ class SoftmaxRows:
     @cached_property
     def _top(self) -> tuple[Tensor, Tensor]:
         """(…, 3) the three largest entries, and where they are."""
-        found = self._padded.topk(3, -1)
-        return found.values, found.indices
+        top = self._padded.topk(3, -1)
+        return top.values, top.indices
 
     @cached_property
     def _others(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 # Methods are listed in the order in which they are registered here.
 # isort: off
-from holdfast.bounds.base import Bound, Method, bounds, register_bound
+from holdfast.bounds.base import Bound, LayerMethod, bounds, register_bound
 from holdfast.bounds.lipschitz import (
     BallBound,
     LipschitzBound,
@@ -14,8 +14,9 @@ from holdfast.bounds.lipschitz import (
 from holdfast.bounds.lofast import Lofast, LofastXi, Naive
 from holdfast.bounds.covariance import Covariance, Plus
 from holdfast.bounds.second_order import Mixed, SecondOrder
-from holdfast.bounds.rows import Rows
+from holdfast.bounds.rows import RowsBound
 from holdfast.bounds.pairs import Pairs
+from holdfast.bounds.taylor import Taylor
 from holdfast.bounds.jacobian import Jacobian
 from holdfast.bounds.castin import CastinBall, CastinData, CastinMasked, CastinSharp
 from holdfast.bounds.mean_field import MeanField, MeanFieldMasked
@@ -37,7 +38,7 @@ def bound_named(name: str) -> Bound:
     return bounds[name]
 
 
-def list_bounds() -> list[Method]:
+def list_bounds() -> list[LayerMethod]:
     """Every registered bound; each has .name .side .scope .guarantees .cost .reference .assumptions."""
     return [*bounds.values(), *point_bounds.values(), *ball_bounds.values()]
 
@@ -65,8 +66,9 @@ __all__ = [
     "Pairs",
     "Plus",
     "PointBound",
-    "Rows",
+    "RowsBound",
     "SecondOrder",
+    "Taylor",
     "Yudin",
     "YudinB2",
     "YudinB3",

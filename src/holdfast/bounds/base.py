@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Literal, TypeVar, final, get_args
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from holdfast.attention import AttentionJacobian, AttentionLayer, checks
-from holdfast.bounds.arithmetic import Arithmetic, Numerical, Proved
+from holdfast.attention.movement import distance, movement
 from holdfast.errors import HoldfastError, InputError, NotApplicableError, SoundnessError
 from holdfast.linalg import Array
+from holdfast.linalg.arithmetic import Arithmetic, Numerical, Proved
 from holdfast.linalg.certified import GIB
-from holdfast.movement import distance, movement
-from holdfast.radii import check_radii
+from holdfast.method import Method
+from holdfast.radii import GivenRadii, as_numbers, check_radii
 from holdfast.registry import Registry
 from holdfast.results import BoundResult, Guarantee, Scope, Side
 
@@ -38,16 +39,12 @@ class Evaluation(Generic[Array]):
     notes: tuple[str, ...] = ()
 
 
-class Method(ABC):
-    """What every registered bound says of itself."""
+class LayerMethod(Method):
+    """What every registered bound of a layer says of itself."""
 
-    name: ClassVar[str]
     side: ClassVar[Side] = "upper"
     scope: ClassVar[Scope]
     guarantees: ClassVar[tuple[Guarantee, ...]] = ("proved", "numerical")
-    cost: ClassVar[str]
-    reference: ClassVar[str]
-    assumptions: ClassVar[str] = "none"
     score_terms: ClassVar[tuple[ScoreTerm, ...]] = ()  # terms of the scores for which there is a proof
 
     @final
@@ -69,11 +66,11 @@ class Method(ABC):
 
     @classmethod
     @final
-    def check_metadata(cls) -> None:
-        """Refuses a class whose metadata is not complete."""
-        missing = [field for field in ("name", "cost", "reference") if not isinstance(getattr(cls, field, None), str)]
-        if missing or not set(cls.guarantees) <= set(get_args(Guarantee)):
-            raise HoldfastError(f"{cls.__name__} lacks {', '.join(missing) or 'valid guarantees'}; see holdfast.Bound")
+    def check_guarantees(cls) -> None:
+        """Refuses a class whose metadata is not complete, or with a guarantee that is none."""
+        cls.check_metadata()
+        if not set(cls.guarantees) <= set(get_args(Guarantee)):
+            raise HoldfastError(f"{cls.__name__} lacks valid guarantees; expected some of {get_args(Guarantee)}")
 
     @final
     def check_call(self, guarantee: Guarantee, refusal: str | None) -> None:
@@ -84,17 +81,20 @@ class Method(ABC):
             raise NotApplicableError(f"bound {self.name!r} does not apply: {refusal}")
 
 
-class Bound(Method):
+class Bound(LayerMethod):
     """An upper bound of ‖F(X') - F(X)‖_F over ‖X' - X‖_F <= eps.
 
     A method states its metadata and writes `_evaluate`.
 
     Attributes:
         in_best: whether `best` asks it; not if it is for layers that the other bounds are too expensive for.
+        in_networks: whether attention in a network asks it too: it takes radii of each input, and no other one that
+            does is always smaller.
     """
 
     scope: ClassVar[Scope] = "ball at x"
     in_best: ClassVar[bool] = True
+    in_networks: ClassVar[bool] = False
 
     @abstractmethod
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
@@ -117,7 +117,7 @@ class Bound(Method):
         self,
         layer: AttentionLayer,
         x: Tensor,
-        eps: float | Sequence[float],
+        eps: GivenRadii,
         *,
         guarantee: Guarantee = "proved",
         memory_limit: float = 8 * GIB,
@@ -133,6 +133,7 @@ class Bound(Method):
         """
         began = time.perf_counter()
         checks.input(layer, x)
+        eps = as_numbers(eps)
         radii = check_radii(eps)
         self.check_call(guarantee, self.refusal(layer))
         layer, x = layer.double(), x.detach().double()
@@ -158,9 +159,9 @@ class Bound(Method):
     def _run(
         self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, radii: list[float]
     ) -> tuple[Tensor, dict[str, Tensor], tuple[str, ...]]:
-        found = self._evaluate(a, layer, x, a.lift(x.new_tensor(radii)))
-        terms = {name: a.number(term) for name, term in found.terms.items()}
-        return a.number(found.value), terms, found.notes
+        evaluation = self._evaluate(a, layer, x, a.lift(x.new_tensor(radii)))
+        terms = {name: a.number(term) for name, term in evaluation.terms.items()}
+        return a.number(evaluation.value), terms, evaluation.notes
 
     def _doubt(self, layer: AttentionLayer, x: Tensor, radii: list[float], value: Tensor, guarantee: Guarantee) -> None:
         """Withholds a value that is not finite, or that one ascent direction already exceeds."""
@@ -189,6 +190,6 @@ B = TypeVar("B", bound=type[Bound])
 
 def register_bound(cls: B) -> B:
     """Class decorator that registers a bound under its `name`."""
-    cls.check_metadata()
+    cls.check_guarantees()
     bounds.add(cls.name)(cls())
     return cls

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from holdfast.attention import AttentionLayer
-from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import EVERY_TERM, Bound, Evaluation, bounds, register_bound
 from holdfast.bounds.lipschitz import BallBound, PointBound, ball_bounds, point_bounds, register_lipschitz_bound
 from holdfast.errors import MemoryLimitError, NotApplicableError
 from holdfast.linalg import Array
+from holdfast.linalg.arithmetic import Arithmetic
 
 Candidate = tuple[str, str | None, Callable[[], Evaluation[Array]]]
 
@@ -60,7 +60,7 @@ class Best(Bound):
         return None
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
-        others = (each for each in bounds.values() if each.in_best and each is not self)
+        others = (bound for bound in bounds.values() if bound.in_best and bound is not self)
         return smallest_of(others, a, layer, x, eps)
 
 
@@ -69,7 +69,7 @@ def smallest_of(
 ) -> Evaluation[Array]:
     """The minimum of the given bounds, for radii as in `Bound._evaluate`."""
     return smallest(
-        a, ((each.name, each.refusal(layer), partial(each._evaluate, a, layer, x, eps)) for each in methods)
+        a, ((method.name, method.refusal(layer), partial(method._evaluate, a, layer, x, eps)) for method in methods)
     )
 
 
@@ -87,8 +87,10 @@ class BestAtPoint(PointBound):
         return None
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> Evaluation[Array]:
-        others = (each for each in point_bounds.values() if each is not self)
-        return smallest(a, ((each.name, each.refusal(layer), partial(each._evaluate, a, layer, x)) for each in others))
+        others = (bound for bound in point_bounds.values() if bound is not self)
+        return smallest(
+            a, ((bound.name, bound.refusal(layer), partial(bound._evaluate, a, layer, x)) for bound in others)
+        )
 
 
 @final
@@ -107,11 +109,11 @@ class BestOnBall(BallBound):
     def _evaluate(
         self, a: Arithmetic[Array], layer: AttentionLayer, radius: Array, tokens: int, p: float
     ) -> Evaluation[Array]:
-        others = (each for each in ball_bounds.values() if each is not self)
+        others = (bound for bound in ball_bounds.values() if bound is not self)
         return smallest(
             a,
             (
-                (each.name, each.refusal(layer, p), partial(each._evaluate, a, layer, radius, tokens, p))
-                for each in others
+                (bound.name, bound.refusal(layer, p), partial(bound._evaluate, a, layer, radius, tokens, p))
+                for bound in others
             ),
         )

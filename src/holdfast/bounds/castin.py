@@ -18,11 +18,11 @@ from holdfast.attention import AttentionLayer, fold
 from holdfast.attention.layer import Weights
 from holdfast.attention.moments import RowMoments
 from holdfast.attention.query_path import QueryBlocks
-from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import Evaluation
 from holdfast.bounds.lipschitz import BallBound, PointBound, register_lipschitz_bound
 from holdfast.bounds.score_map import score_map
 from holdfast.linalg import Array
+from holdfast.linalg.arithmetic import Arithmetic
 from holdfast.linalg.rounding import as_ball, frobenius
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from holdfast.attention import AttentionLayer, ValueOperator
 from holdfast.attention.moments import ScoreMoments
-from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import Bound, Evaluation, register_bound
 from holdfast.bounds.over_ball import OverBall
 from holdfast.linalg import Array
+from holdfast.linalg.arithmetic import Arithmetic
 
 
 @final
@@ -29,7 +29,8 @@ class Plus(Bound):
     """
 
     name = "plus"
-    score_terms = ("rotary", "bias")
+    in_networks = True
+    score_terms = ("rotary", "bias", "sinks")
     cost = "two norms of size nd x nd"
     reference: ClassVar[str] = "holdfast"
 
@@ -60,7 +61,8 @@ class Covariance(Bound):
     """
 
     name = "cov"
-    score_terms = ("rotary", "bias")
+    in_networks = True
+    score_terms = ("rotary", "bias", "sinks")
     cost = "for every eps one norm of size nd x hn², and n of size hn x d"
     reference: ClassVar[str] = "holdfast"
 

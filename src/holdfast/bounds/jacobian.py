@@ -7,10 +7,10 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from holdfast.attention import AttentionJacobian, AttentionLayer
-from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import EVERY_TERM, Evaluation
 from holdfast.bounds.lipschitz import PointBound, register_lipschitz_bound
 from holdfast.linalg import Array
+from holdfast.linalg.arithmetic import Arithmetic
 
 
 @final

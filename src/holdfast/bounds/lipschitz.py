@@ -18,13 +18,13 @@ from torch import Tensor
 
 from holdfast.attention import AttentionJacobian, AttentionLayer, checks
 from holdfast.attention.paths import paths
-from holdfast.bounds.arithmetic import Arithmetic, Numerical, Proved
-from holdfast.bounds.base import NUMERICAL_SLACK, Evaluation, Method
+from holdfast.bounds.base import NUMERICAL_SLACK, Evaluation, LayerMethod
 from holdfast.errors import HoldfastError, InputError, SoundnessError
 from holdfast.linalg import Array, Ball
+from holdfast.linalg.arithmetic import Arithmetic, Numerical, Proved
 from holdfast.linalg.certified import GIB
 from holdfast.linalg.rounding import frobenius
-from holdfast.radii import check_number, check_radii
+from holdfast.radii import GivenRadii, as_numbers, check_number, check_radii
 from holdfast.registry import Registry
 from holdfast.results import Guarantee, LipschitzResult, Scope
 
@@ -33,21 +33,23 @@ _CHECKED_TOKENS = 256  # at most, in the check of a bound on a ball
 _TENSORS = 32  # of n x n numbers for each head, that the check holds at once
 
 
-class LipschitzBound(Method):
+class LipschitzBound(LayerMethod):
     """An upper bound of the slope of a layer; either of two kinds, by its scope."""
 
     @final
-    def _result(self, found: Evaluation[Tensor], attained: Tensor, guarantee: Guarantee) -> LipschitzResult:
+    def _result(self, evaluation: Evaluation[Tensor], attained: Tensor, guarantee: Guarantee) -> LipschitzResult:
         """Wraps a value; withholds one that is not finite, or below what is attained."""
-        if not bool(torch.isfinite(found.value).all()):
+        if not bool(torch.isfinite(evaluation.value).all()):
             raise HoldfastError(f"bound {self.name!r} overflowed float64; use smaller weights, inputs or radii")
         slack = NUMERICAL_SLACK if guarantee == "numerical" else 0.0
-        if bool((attained > found.value * (1 + slack)).any()):
+        if bool((attained > evaluation.value * (1 + slack)).any()):
             raise SoundnessError(
                 f"bound {self.name!r} returned a value below one that is attained; the value is withheld; "
                 "please report the layer and the input"
             )
-        return LipschitzResult(found.value, self.name, self.side, self.scope, guarantee, found.terms, found.notes)
+        return LipschitzResult(
+            evaluation.value, self.name, self.side, self.scope, guarantee, evaluation.terms, evaluation.notes
+        )
 
 
 class PointBound(LipschitzBound):
@@ -89,10 +91,10 @@ class PointBound(LipschitzBound):
         layer, x = layer.double(), x.detach().double()
         with torch.no_grad():
             if guarantee == "proved":
-                found = _numbers(self._evaluate(Proved(memory_limit), layer, x))
+                evaluation = _numbers(self._evaluate(Proved(memory_limit), layer, x))
             else:
-                found = self._evaluate(Numerical(), layer, x)
-            result = self._result(found, attained_gain(layer, x), guarantee)
+                evaluation = self._evaluate(Numerical(), layer, x)
+            result = self._result(evaluation, attained_gain(layer, x), guarantee)
         return replace(result, seconds=time.perf_counter() - began)
 
 
@@ -125,7 +127,7 @@ class BallBound(LipschitzBound):
     def __call__(
         self,
         layer: AttentionLayer,
-        radius: float | Sequence[float],
+        radius: GivenRadii,
         tokens: int,
         p: float = 2.0,
         *,
@@ -143,6 +145,7 @@ class BallBound(LipschitzBound):
             memory_limit: bytes that one proved norm may hold.
         """
         began = time.perf_counter()
+        radius = as_numbers(radius)
         radii = check_radii(radius, "radius")
         _check_tokens(layer, tokens)
         exponent = check_number(p, "p", "a number from 1 to inf")
@@ -153,11 +156,11 @@ class BallBound(LipschitzBound):
         R = torch.tensor(radii, dtype=torch.float64, device=layer.device)
         with torch.no_grad():
             if guarantee == "proved":
-                found = _numbers(self._evaluate(Proved(memory_limit), layer, Ball.exact(R), tokens, p))
+                evaluation = _numbers(self._evaluate(Proved(memory_limit), layer, Ball.exact(R), tokens, p))
             else:
-                found = self._evaluate(Numerical(), layer, R, tokens, p)
+                evaluation = self._evaluate(Numerical(), layer, R, tokens, p)
             attained = _attained_in_ball(layer, R, tokens, memory_limit) if p == 2 else torch.zeros_like(R)
-            result = self._result(found, attained, guarantee)
+            result = self._result(evaluation, attained, guarantee)
         one = not isinstance(radius, Sequence)
         return replace(
             result,
@@ -224,9 +227,11 @@ def _check_tokens(layer: AttentionLayer, tokens: int) -> None:
         raise InputError(f"tokens is {tokens} and the rotary positions are for {layer.rotary.n}")
 
 
-def _numbers(found: Evaluation[Ball]) -> Evaluation[Tensor]:
+def _numbers(evaluation: Evaluation[Ball]) -> Evaluation[Tensor]:
     """What is reported of balls."""
-    return Evaluation(found.value.upper, {name: term.upper for name, term in found.terms.items()}, found.notes)
+    return Evaluation(
+        evaluation.value.upper, {name: term.upper for name, term in evaluation.terms.items()}, evaluation.notes
+    )
 
 
 point_bounds: Registry[PointBound] = Registry("method at a point", group="holdfast.bounds")
@@ -237,7 +242,7 @@ L = TypeVar("L", bound=type[PointBound] | type[BallBound])
 
 def register_lipschitz_bound(cls: L) -> L:
     """Class decorator that registers a Lipschitz bound under its `name`, beside those of the same scope."""
-    cls.check_metadata()
+    cls.check_guarantees()
     if issubclass(cls, PointBound):
         point_bounds.add(cls.name)(cls())
     else:

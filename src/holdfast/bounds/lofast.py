@@ -16,20 +16,21 @@ Terms of a result, (b) or (b, h), with (e) behind where they depend on eps:
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar, final
+from dataclasses import dataclass
+from typing import ClassVar, Generic, final
 
 from torch import Tensor
 
 from holdfast.attention import AttentionLayer, ValueOperator, fold
 from holdfast.attention.jacobian import Folded, score_operator_of
-from holdfast.attention.layer import join_heads, project
-from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import EVERY_TERM, Bound, Evaluation, register_bound
+from holdfast.bounds.placed import placed_gains
 from holdfast.bounds.score_map import ScoreMap, score_map
 from holdfast.linalg import Array
+from holdfast.linalg.arithmetic import Arithmetic
 
 
-class _Splitting(Bound):
+class _LofastBound(Bound):
     """δ = δ₁ + Σ_l δ₂₁ δ₂₂; the methods differ in the gain of the linear part and in the norm of the score map."""
 
     reference: ClassVar[str] = "havens2024"
@@ -61,19 +62,44 @@ class _Splitting(Bound):
         C, XC = a.once("norm_C", lambda: a.matrix_norm(f.c)), a.once("norm_XC", lambda: a.matrix_norm(f.v))
         norm_X = a.once("norm_X", lambda: a.matrix_norm(X))
 
-        delta_1 = list(gain.values())[-1].unsqueeze(-1) * eps
-        eps = eps.unsqueeze(-2)  # for every head
+        heads = eps.unsqueeze(-2)
         if normed:
-            delta_21 = normed_movement(a, layer, X, f, eps)
+            delta_21 = normed_movement(a, layer, X, f, heads)
         else:
-            delta_21 = (list(score.values())[-1].unsqueeze(-1) + A.unsqueeze(-1) * eps) * eps
-        delta_22 = XC.unsqueeze(-1) + C.unsqueeze(-1) * eps
-        delta_22_naive = C.unsqueeze(-1) * (norm_X.unsqueeze(-1).unsqueeze(-1) + eps)
-        delta_2 = (delta_21 * delta_22).sum(-2)
+            delta_21 = score_movement(list(score.values())[-1], A, eps)
+        moved = Splitting.of(list(gain.values())[-1], delta_21, XC, C, eps)
+        delta_22_naive = C.unsqueeze(-1) * (norm_X.unsqueeze(-1).unsqueeze(-1) + heads)
         terms = {**gain, **score, "norm_A": A, "norm_XC": XC, "norm_C": C, "norm_X": norm_X}
-        terms |= {"delta_1": delta_1, "delta_21": delta_21, "delta_22": delta_22}
-        terms |= {"delta_2": delta_2} | ({"delta_22_naive": delta_22_naive} if layer.sinks is None else {})
-        return Evaluation(delta_1 + delta_2, terms)
+        terms |= {"delta_1": moved.delta_1, "delta_21": delta_21, "delta_22": moved.delta_22}
+        terms |= {"delta_2": moved.delta_2} | ({"delta_22_naive": delta_22_naive} if layer.sinks is None else {})
+        return Evaluation(moved.total, terms)
+
+
+@final
+@dataclass(frozen=True)
+class Splitting(Generic[Array]):
+    """The parts of δ, for radii (e): delta_1 and delta_2 (b…, e), delta_22 (b…, h, e)."""
+
+    delta_1: Array
+    delta_22: Array
+    delta_2: Array
+
+    @classmethod
+    def of(cls, gain: Array, delta_21: Array, XC: Array, C: Array, eps: Array) -> Splitting[Array]:
+        """From the gain (b…), how far the scores move (b…, h, e), and ‖X C_l‖ and ‖C_l‖ (b…, h)."""
+        delta_22 = XC.unsqueeze(-1) + C.unsqueeze(-1) * eps.unsqueeze(-2)
+        return cls(gain.unsqueeze(-1) * eps, delta_22, (delta_21 * delta_22).sum(-2))
+
+    @property
+    def total(self) -> Array:
+        """δ."""
+        return self.delta_1 + self.delta_2
+
+
+def score_movement(score: Array, A: Array, eps: Array) -> Array:
+    """(b…, h, e) δ₂₁, from ‖M_l(X)‖ or ξ_l(X), and ‖A_l‖."""
+    heads = eps.unsqueeze(-2)
+    return (score.unsqueeze(-1) + A.unsqueeze(-1) * heads) * heads
 
 
 def normed_movement(a: Arithmetic[Array], layer: AttentionLayer, X: Array, f: Folded[Array], eps: Array) -> Array:
@@ -82,25 +108,9 @@ def normed_movement(a: Arithmetic[Array], layer: AttentionLayer, X: Array, f: Fo
     The rows of Q̂ move by at most ρ L_i |γ_i W^Q|, L_i the largest gain of the norm within ε‖W^Q‖ of the raw query, and
     those of K̂ likewise.
     """
-    w, rho = layer.weights(X), 1.0 if layer.rotary is None else layer.rotary.norm
-    sides = ((w.w_q, w.b_q, layer.q_norm), (w.w_k, w.b_k, layer.k_norm))
-    moves = []
-    for maps, bias, norm in sides:
-        own = a.matrix_norm(maps).unsqueeze(-1) * eps  # (…, h, e)
-        if norm is not None:
-            joined = a.matrix_norm(join_heads(maps)).unsqueeze(-1) * eps.squeeze(-2)
-            raw = project(X, maps, bias)
-            if norm.after_rotation and layer.rotary is not None:
-                raw = layer.rotary.turn(raw)
-            inner = rho if norm.after_rotation else 1.0
-            radius = (joined.unsqueeze(-2) if norm.across else own).movedim(-1, 0).unsqueeze(-1) * inner
-            batch = radius.shape[1:-2] or (1,) * (raw.ndim - 3)
-            radius = radius.reshape(radius.shape[0], *batch, *radius.shape[-2:])
-            gain = norm.repeated(layer.h).steepest(raw, radius).amax(-1).movedim(0, -1)  # (b…, h or 1, e)
-            own = gain * (joined.unsqueeze(-2) if norm.across else own)
-        moves.append(own * rho)
+    by_query, by_key = (side.slope * eps for side in placed_gains(a, layer, X, eps))
     query, key = (a.matrix_norm(rows.left).unsqueeze(-1) for rows in (f.key_rows, f.query_rows))  # with the scale
-    return moves[0] * key + query * moves[1] + moves[0] * moves[1] * abs(layer.scale)
+    return by_query * key + query * by_key + by_query * by_key * abs(layer.scale)
 
 
 def _zeta(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> dict[str, Array]:
@@ -114,7 +124,7 @@ def _xi(maps: ScoreMap[Array]) -> dict[str, Array]:
 
 @final
 @register_bound
-class Naive(_Splitting):
+class Naive(_LofastBound):
     """Equation (23) with (9), ‖H‖ + Σ_l ‖C_l‖ ‖P_l‖, in the place of ζ(X)."""
 
     name = "naive"
@@ -132,10 +142,11 @@ class Naive(_Splitting):
 
 @final
 @register_bound
-class LofastXi(_Splitting):
+class LofastXi(_LofastBound):
     """Theorem 1, second form, which is equation (23): ζ(X) and ξ_l(X)."""
 
     name = "lofast-xi"
+    in_networks = True
     cost = "one norm of size nd x nd; norms of n x d matrices"
 
     def _linear_gain(
@@ -149,10 +160,11 @@ class LofastXi(_Splitting):
 
 @final
 @register_bound
-class Lofast(_Splitting):
+class Lofast(_LofastBound):
     """Theorem 1, first form: ζ(X) and ‖M_l(X)‖."""
 
     name = "lofast"
+    in_networks = True
     score_terms = ("rotary", "bias", "cap", "sinks")
     cost = "one norm of size nd x nd, and one of size n² x nd for every head"
 

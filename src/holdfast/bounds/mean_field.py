@@ -12,11 +12,11 @@ from typing import ClassVar, final
 import torch
 
 from holdfast.attention import AttentionLayer
-from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import Evaluation
 from holdfast.bounds.castin import heads_on_ball, log_path_gain, value_and_key_gain
 from holdfast.bounds.lipschitz import BallBound, register_lipschitz_bound
 from holdfast.linalg import Array
+from holdfast.linalg.arithmetic import Arithmetic
 
 _EXPONENTS = 12  # the r that are tried: 1, then half as far from p each time
 
@@ -85,7 +85,7 @@ def _log_running_gain(a: Arithmetic[Array], reach: Array, p: float) -> Array:
         if r >= p:  # p is so near 1 that nothing lies between
             break
         top = a.lift(torch.tensor(p, dtype=torch.float64, device=reach.device))
-        found = log_path_gain(reach, r) + ((top / (top - r)).log() + reach * 2.0) / r
-        smallest = found if smallest is None else smallest.minimum(found)
+        log_gain = log_path_gain(reach, r) + ((top / (top - r)).log() + reach * 2.0) / r
+        smallest = log_gain if smallest is None else smallest.minimum(log_gain)
     assert smallest is not None
     return smallest

@@ -17,10 +17,11 @@ from torch import Tensor
 from holdfast.attention import AttentionLayer, fold
 from holdfast.attention.jacobian import Folded
 from holdfast.attention.moments import RowMoments, ScoreMoments
-from holdfast.bounds.arithmetic import Arithmetic
+from holdfast.attention.sink_token import with_sink_token
 from holdfast.bounds.score_map import ScoreMap, distances2, root, score_map, side_by_side
 from holdfast.errors import InputError
 from holdfast.linalg import Array
+from holdfast.linalg.arithmetic import Arithmetic
 
 ROOT2 = math.sqrt(2.0) * (1 + 2**-50)  # not below the exact value, nor are the other constants here
 _CURVED = (1 + math.sqrt(2.0)) / 2 * (1 + 2**-50)
@@ -36,6 +37,8 @@ class OverBall(Generic[Array]):
         layer: float64.
         x: (b…, n, d) float64.
         radii: (r) the radii of the balls, or (b…, r).
+
+    Sinks are one more token, the last one, that may move too: all constants are then those of n + 1 tokens.
     """
 
     def __init__(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, radii: Array) -> None:
@@ -44,6 +47,8 @@ class OverBall(Generic[Array]):
         if own not in (torch.Size(), x.shape[:-2]):
             raise InputError(f"radii have shape {tuple(radii.shape)}; expected (r) or {(*x.shape[:-2], 'r')}")
         self._radii: Array = radii.movedim(-1, 0).reshape(-1, *(own or (1 for _ in x.shape[:-2])))
+        if layer.sinks is not None:
+            layer, x = with_sink_token(layer, x)
         X = a.lift(x)
         w = layer.weights(X)
         self.f: Folded[Array] = fold(layer, X)
@@ -206,9 +211,9 @@ class OverBall(Generic[Array]):
             tried = largest * fraction
             over = (D - tried).clamp(min=0)
             room = tried - (q * over).sum(-1, keepdim=True)
-            found = (q * (tried + over * (tried / room)) * moments).sum(-1, keepdim=True)
-            better = (room > 1e-3 * tried) & (found < least)
-            tau, least = torch.where(better, tried, tau), torch.where(better, found, least)
+            moment = (q * (tried + over * (tried / room)) * moments).sum(-1, keepdim=True)
+            better = (room > 1e-3 * tried) & (moment < least)
+            tau, least = torch.where(better, tried, tau), torch.where(better, moment, least)
         return tau
 
     def _moved(self, weights: Array) -> Array:

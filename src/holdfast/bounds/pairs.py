@@ -18,18 +18,23 @@ from torch import Tensor
 from holdfast.attention import AttentionLayer
 from holdfast.attention.layer import Weights
 from holdfast.bounds import rows
-from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import Bound, Evaluation, register_bound
-from holdfast.bounds.row_norms import cover, grown, moment_norms, up
+from holdfast.bounds.row_norms import cover, grown, moment_norms
 from holdfast.bounds.rows import AtPoint, at_point, over_heads, projections
 from holdfast.linalg import Array, Ball
+from holdfast.linalg.arithmetic import Arithmetic
 from holdfast.linalg.certified import gram_upper
+from holdfast.linalg.curves import outward as up
 from holdfast.linalg.rounding import UNIT, as_ball, frobenius, frobenius_upper, gamma
 from holdfast.linalg.squarings import gram_norm
 
 _PAIRS, _MOST = 3, 1536  # for a row, in the mean, and for all of them
 _ABOVE, _MUCH = 1.02, 1.26  # times ‖P‖² ‖W^V‖² and ‖W^V‖²: between them μ follows the price of content
-_RATIO, _LEAST = 1.02, -400  # of two radii at which the largest eigenvalue is proved, and the smallest of them
+_RATIO, _LEAST = 1.02, -2000  # of two radii at which the largest eigenvalue is proved, and the smallest of them
+_AT_ONCE = {
+    "cpu": 2**17,
+    "cuda": 2**27,
+}  # numbers of a few rows of the matrix of all pairs: the cache of a CPU is small
 _LARGEST = 2**24  # numbers of one input that are held at once; `rows` serves beyond
 _WORTH = 0.02  # of the gain: where scores cost less, `rows` is as good
 
@@ -64,20 +69,6 @@ class Pairs(Bound):
 
 
 @final
-@dataclass
-class _Proofs:
-    """What was proved so far.
-
-    Attributes:
-        unit: (B) the first radius that was asked for; the grid has the radii unit · _RATIO^level.
-        known: for each level the weights (B, N) and √λ_max (B), not a number where it was not needed yet.
-    """
-
-    unit: Tensor | None = None
-    known: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-
-@final
 @dataclass(frozen=True)
 class _Chosen:
     """A layer at B inputs X with N pairs s = (l, i, j, m) of keys chosen for each. All numbers are upper bounds.
@@ -102,7 +93,8 @@ class _Chosen:
         base: (B, h, n, n) these weights.
         drawn: (B, h, n, n) value_top_li w_lij, (j, i).
         drawn_top: (B, h, n) λ_max(Σ_i drawn_lji q_li q_liᵀ).
-        proofs: √λ_max at the radii of a grid.
+        unit: (B) ‖X‖_F; √λ_max is proved at the radii unit · _RATIO^level, whatever was asked before.
+        known: for each level the weights (B, N) and √λ_max (B), not a number where it was not needed yet.
     """
 
     here: AtPoint
@@ -124,7 +116,8 @@ class _Chosen:
     base: Float64[Tensor, "B h n n"]
     drawn: Float64[Tensor, "B h n n"]
     drawn_top: Float64[Tensor, "B h n"]
-    proofs: _Proofs = field(default_factory=lambda: _Proofs())
+    unit: Float64[Tensor, " B"]
+    known: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def gain(self, radii: Float64[Tensor, "*b e"]) -> Float64[Tensor, "*b e"]:
         """A bound of δ/ε."""
@@ -174,12 +167,10 @@ class _Chosen:
 
     def _largest(self, r: Float64[Tensor, "e B"], weight: Float64[Tensor, "e B N"]) -> Float64[Tensor, "e B"]:
         """√λ_max(diag(w) G diag(w)); it is proved at a few radii, and what is proved at a larger one is scaled down."""
-        if self.proofs.unit is None:
-            self.proofs.unit = r.amax(0).clamp(min=1e-200)
-        unit, known = self.proofs.unit, self.proofs.known
+        unit, known = self.unit, self.known
         level = (torch.log((r / unit).clamp(_RATIO**_LEAST, 1e200)) / math.log(_RATIO)).ceil().long()
         level = torch.where(unit * _RATIO ** level.double() < r, level + 1, level)
-        found = torch.full_like(r, math.inf)
+        bound = torch.full_like(r, math.inf)
         for at in torch.unique(level).tolist():
             if at not in known:
                 known[at] = self._above(unit * _RATIO**at), torch.full_like(unit, math.nan)
@@ -189,8 +180,8 @@ class _Chosen:
                 largest[new] = self._proved(above[new], new)
             # Any factor serves for which weight <= factor · above.
             factor = up((weight / above).amax(-1))
-            found = torch.where(level == at, up(factor * largest), found)
-        return found
+            bound = torch.where(level == at, up(factor * largest), bound)
+        return bound
 
     def _above(self, radius: Float64[Tensor, " B"]) -> Float64[Tensor, "B N"]:
         """The weights at this radius of every input."""
@@ -227,7 +218,7 @@ def _others(q: Float64[Tensor, "e B h n n"], u: Tensor, top: Tensor, taken: Tens
 
 
 def _chosen(a: Arithmetic[Array], layer: AttentionLayer, x: Float64[Tensor, "B n d"], here: AtPoint) -> _Chosen:
-    query, key, value = (as_ball(each) for each in projections(layer, a.lift(x)))
+    query, key, value = (as_ball(projection) for projection in projections(layer, a.lift(x)))
     top = here.p.topk(2, -1).indices
     head, row, side, m = _most_important(here, query.mid, key.mid, value.mid, top)
     every = torch.arange(len(top), device=x.device).unsqueeze(-1)
@@ -239,6 +230,7 @@ def _chosen(a: Arithmetic[Array], layer: AttentionLayer, x: Float64[Tensor, "B n
     base = _others(here.p.unsqueeze(0), here.p.unsqueeze(0), top, taken)[0]
     value_top, key_top = (_moments(base, here.p, z) for z in (value, key))
     drawn = up(value_top.unsqueeze(-1) * base).mT
+    length = torch.linalg.vector_norm(x, dim=(-2, -1))  # any numbers serve
     mu, gram, lengths, radii, rounding, size = _quadratic_form(layer, here, query, key, head, row, j, m)
     return _Chosen(
         here=here,
@@ -260,7 +252,13 @@ def _chosen(a: Arithmetic[Array], layer: AttentionLayer, x: Float64[Tensor, "B n
         base=base,
         drawn=drawn,
         drawn_top=moment_norms(drawn, query),
+        unit=torch.where(length > 1e-100, length, 1.0),
     )
+
+
+def number_of_pairs(heads: int, tokens: int) -> int:
+    """How many pairs are taken with their directions."""
+    return max(1, min(_MOST, min(_PAIRS, tokens) * heads * tokens))
 
 
 def _most_important(here: AtPoint, query: Tensor, key: Tensor, value: Tensor, top: Tensor) -> tuple[Tensor, ...]:
@@ -270,11 +268,12 @@ def _most_important(here: AtPoint, query: Tensor, key: Tensor, value: Tensor, to
     apart, turned = (torch.cdist(z, z).gather(-2, index).reshape(B, h, 2, n, n) for z in (value, key))
     p = here.p.unsqueeze(-3) * here.p.gather(-1, top).movedim(-1, -2).unsqueeze(-1)
     maps, length = here.maps, torch.linalg.vector_norm(query, dim=-1)[:, :, None, :, None]
-    each = [t.each[:, None, None, None] for t in (maps.key, maps.query)]
-    moved = p * apart * (math.sqrt(2) * length * each[0] + turned * each[1])
+    gains = [t.each[:, None, None, None] for t in (maps.key, maps.query)]
+    moved = p * apart * (math.sqrt(2) * length * gains[0] + turned * gains[1])
     moved[:, :, 1].scatter_(-1, top[..., :1], -1.0)  # it stands at the other side already
-    best = moved.flatten(1).topk(max(1, min(_MOST, min(_PAIRS, n) * h * n)))
-    head, side, row, other = torch.unravel_index(best.indices, moved.shape[1:])
+    best = moved.flatten(1).topk(number_of_pairs(h, n))
+    head, side = best.indices // (2 * n * n), best.indices // (n * n) % 2
+    row, other = best.indices // n % n, best.indices % n
     every = torch.arange(B, device=top.device).unsqueeze(-1)
     return head, row, side, torch.where(best.values > 0, other, top[every, head, row, side])  # or a key with itself
 
@@ -319,20 +318,29 @@ def _quadratic_form(
         T = identity if v < 0 else (S[:, v] - eye) / c2
         onto = None if v < 0 else w.w_v[v]
         parts = [(tokens @ T, tokens, z if onto is None else z @ onto) for tokens, z in vectors]
-        for first, (turned, _, z) in enumerate(parts):
-            for second, (_, tokens, y) in enumerate(parts[: first + 1]):
-                product = (turned @ tokens.mT) * (z.mid @ y.mid.mT)
-                gram.add_(product if first == second else product + product.mT)
-        for found, each in ((lengths, "mid"), (radii, "rad")):
-            sizes = [_norm(getattr(z, each)) * _reach(tokens) for _, tokens, z in parts]
-            found.append(torch.stack(sizes).sum(0))
-        largest, unknown = (identity.new_full((len(head),), each) for each in (1.0, 0.0))
+        for turned, _, z in parts:
+            for _, tokens, y in parts:
+                _add_products(gram, turned, tokens, z.mid, y.mid)
+        for collected, attribute in ((lengths, "mid"), (radii, "rad")):
+            sizes = [_norm(getattr(z, attribute)) * _reach(tokens) for _, tokens, z in parts]
+            collected.append(torch.stack(sizes).sum(0))
+        largest, unknown = (identity.new_full((len(head),), fill) for fill in (1.0, 0.0))
         if v >= 0:
             largest, unknown = S[:, v].abs().amax((-2, -1)) / c2, off[:, v] / c2
         size.append(up(largest + unknown))
         rounding.append(up(largest * gamma(max(layer.d, layer.k) + 12 * layer.h + 4 * n + 64) + unknown))
-    stacked = (torch.stack(each, 1) for each in (lengths, radii, rounding, size))
-    return up(c2 / theta), gram, *stacked
+    stacked = (torch.stack(numbers, 1) for numbers in (lengths, radii, rounding, size))
+    return up(c2 / theta), gram.tril() + gram.tril(-1).mT, *stacked
+
+
+def _add_products(gram: Tensor, turned: Tensor, tokens: Tensor, z: Tensor, y: Tensor) -> None:
+    """Adds ⟨turned_s, tokens_s'⟩ ⟨z_s, y_s'⟩ to the lower triangle of the matrices, a few rows at a time."""
+    B, N = gram.shape[:2]
+    step = max(1, _AT_ONCE.get(gram.device.type, 2**24) // (B * N))
+    for start in range(0, N, step):
+        rows, stop = slice(start, start + step), min(start + step, N)
+        product = (turned[:, rows] @ tokens[:, :stop].mT).mul_(z[:, rows] @ y[:, :stop].mT)
+        gram[:, rows, :stop].add_(product)
 
 
 def _vectors(

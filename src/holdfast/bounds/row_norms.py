@@ -10,6 +10,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from holdfast.linalg import Array
+from holdfast.linalg.curves import outward as up
 from holdfast.linalg.rounding import FLOOR, UNIT, as_ball, gamma
 from holdfast.linalg.squarings import gram_norm
 
@@ -40,22 +41,22 @@ def moment_norms(weights: Float64[Tensor, "*b n m"], z: Array, off: Tensor | Non
     ball = as_ball(z)
     batch, (n, m), k = weights.shape[:-2], weights.shape[-2:], z.shape[-1]
     length, radius = ball.mid.square().sum(-1), ball.rad.square().sum(-1) + k * FLOOR
-    T, E = ((weights @ each.unsqueeze(-1)).squeeze(-1) for each in (length, radius))
+    T, E = ((weights @ t.unsqueeze(-1)).squeeze(-1) for t in (length, radius))
     error = gamma(m + 8) * T + 2 * T.sqrt() * E.sqrt() + E
     if off is not None:
         error = 4 * error + off * T
     error = error * 1.01
-    rows, each = ball.mid.expand(*batch, m, k).flatten(0, -3), weights.flatten(0, -3)
-    found, step = [], max(1, _BLOCK.get(rows.device.type, 2**22) // (max(n, m) * k * k))
+    rows, flat_weights = ball.mid.expand(*batch, m, k).flatten(0, -3), weights.flatten(0, -3)
+    norms, step = [], max(1, _BLOCK.get(rows.device.type, 2**22) // (max(n, m) * k * k))
     for start in range(0, len(rows), step):
-        block, w = rows[start : start + step], each[start : start + step]
+        block, w = rows[start : start + step], flat_weights[start : start + step]
         moments = (w @ (block.unsqueeze(-1) * block.unsqueeze(-2)).flatten(-2, -1)).reshape(-1, n, k, k)
         if off is not None:
             mean = w @ block
             moments -= mean.unsqueeze(-1) * mean.unsqueeze(-2)
         at = error.flatten(0, -2)[start : start + step]
-        found.append(gram_norm(moments, at, _SQUARINGS, _TOLERANCE))
-    return up(torch.cat(found).square()).reshape(*batch, n)
+        norms.append(gram_norm(moments, at, _SQUARINGS, _TOLERANCE))
+    return up(torch.cat(norms).square()).reshape(*batch, n)
 
 
 def norm_of_probabilities(P: Float64[Tensor, "*b n n"]) -> Float64[Tensor, "*b"]:
@@ -69,12 +70,12 @@ def norm_of_probabilities(P: Float64[Tensor, "*b n n"]) -> Float64[Tensor, "*b"]
         grown = P.mT @ (P @ w)
         best = torch.minimum(best, (grown / w).amax((-2, -1)))
         w = (grown / grown.amax((-2, -1), keepdim=True)).clamp(min=1e-12)
-    found = up(best, 2 * P.shape[-1]).sqrt() * (1 + 2 * UNIT)
+    bound = up(best, 2 * P.shape[-1]).sqrt() * (1 + 2 * UNIT)
     if P.shape[-1] > _FEW:
-        return found
+        return bound
     # Rows on a grid that hardly see each other make the iteration slow; squarings of PᵀP do not mind.
     error = gamma(P.shape[-1] + 8) * P.square().sum((-2, -1)) * 1.01 + P.shape[-1] ** 2 * FLOOR
-    return torch.minimum(found, gram_norm(P.mT @ P, error, 10, 1e-4))
+    return torch.minimum(bound, gram_norm(P.mT @ P, error, 10, 1e-4))
 
 
 def shares(drawn: Float64[Tensor, "*b n n"]) -> Float64[Tensor, "*b n n"]:
@@ -96,7 +97,7 @@ def norm_of_paths(
     negative entries (Collatz and Wielandt, as for P alone). Any θ serve; each is as large as its path.
     """
     through = (values * norms).amax(-1)[..., None, None].clamp(min=_TINY)
-    by_query, by_keys = (each.amax(-2, keepdim=True).clamp(min=_TINY) for each in (queries, keys))
+    by_query, by_keys = (t.amax(-2, keepdim=True).clamp(min=_TINY) for t in (queries, keys))
     whole = through + by_query + by_keys
     drawn = (share * (keys.square() * (whole / by_keys)).unsqueeze(-1)).amax(-2)
     diagonal = (queries.square() * (whole / by_query) + drawn).movedim(0, -1)
@@ -106,8 +107,8 @@ def norm_of_paths(
         grown = c2 * (P @ ((P.mT @ w) * weight)) + diagonal * w
         best = torch.minimum(best, (grown / w).amax(-2))
         w = (grown / grown.amax(-2, keepdim=True).clamp(min=_TINY)).clamp(min=1e-12)
-    found = up(best.amax(-2), 4 * P.shape[-1]).sqrt().movedim(-1, 0) * (1 + 2 * UNIT)
-    return found.masked_fill(found.isnan(), torch.inf)  # beyond the range of float64
+    bound = up(best.amax(-2), 4 * P.shape[-1]).sqrt().movedim(-1, 0) * (1 + 2 * UNIT)
+    return bound.masked_fill(bound.isnan(), torch.inf)  # beyond the range of float64
 
 
 # -- from the norms at X to those on a ball
@@ -141,8 +142,3 @@ def grown(top: Tensor, base: Tensor, weights: Tensor, size: Tensor) -> Tensor:
         beyond = torch.addcmul(weights, base, rho.unsqueeze(-1), value=-1.0).clamp_(min=0.0).mul_(size).sum(-1)
         best = torch.minimum(best, rho * top + beyond)
     return up(best, size.shape[-1])
-
-
-def up(x: Tensor, terms: int = 0) -> Tensor:
-    """Pays for the rounding, and underflows, of sums of `terms` numbers >= 0 and of up to 2⁸ other operations."""
-    return x * (1 + 2.0**-44 + 2 * terms * UNIT) + 2.0**-1000

@@ -17,7 +17,7 @@ from torch import Tensor
 from holdfast.attention import AttentionLayer
 from holdfast.attention.layer import Weights, join_heads, project
 from holdfast.attention.rotary import Rotary
-from holdfast.bounds.arithmetic import Arithmetic
+from holdfast.attention.sink_token import with_sink_token
 from holdfast.bounds.base import Bound, Evaluation, register_bound
 from holdfast.bounds.row_norms import (
     covariance_norms,
@@ -27,10 +27,11 @@ from holdfast.bounds.row_norms import (
     norm_of_paths,
     norm_of_probabilities,
     shares,
-    up,
 )
 from holdfast.bounds.score_map import distances_from_means, log_growth, turned_growth
 from holdfast.linalg import Array, Ball
+from holdfast.linalg.arithmetic import Arithmetic
+from holdfast.linalg.curves import outward as up
 from holdfast.linalg.rounding import as_ball
 
 _LEAST_LOG, _LEAST_GROWTH = -650.0, 2.0**-44  # exp of the one, times the other, is a normal number
@@ -40,7 +41,7 @@ _NEARLY = 0.9  # of the largest norm of a head: costs that head next to nothing,
 
 @final
 @register_bound
-class Rows(Bound):
+class RowsBound(Bound):
     """Every row of every head by its own covariances; rows and heads are joined by norms of the weights.
 
     δ/ε = |H| + ‖W^O‖ (max ‖P_l‖ ‖W^V‖ + max Ω_li κ_li ‖W^Q‖ + max Λ_lj ‖W^K‖ + ε max Ω_li √λ_li ‖W_l^Q‖ ‖W^K‖)
@@ -51,7 +52,8 @@ class Rows(Bound):
     """
 
     name = "rows"
-    score_terms = ("rotary", "bias")
+    in_networks = True
+    score_terms = ("rotary", "bias", "sinks")
     cost = "3hn norms of size k x k, and O(hn²) for every eps"
     reference: ClassVar[str] = "holdfast"
 
@@ -126,11 +128,11 @@ def _maps(a: Arithmetic[Array], w: Weights[Array], scale: float, rotary: Rotary 
 
 
 def _joined(a: Arithmetic[Array], maps: Array) -> _Joined:
-    each = a.number(a.matrix_norm(maps))
-    own = torch.where(each > 1e-150, each, 1.0)
+    head_norms = a.number(a.matrix_norm(maps))
+    own = torch.where(head_norms > 1e-150, head_norms, 1.0)
     factors = torch.stack([torch.ones_like(own), own, own.maximum(_NEARLY * own.max())])
     norms = [a.number(a.matrix_norm(join_heads(maps / t[:, None, None]))) for t in factors]
-    return _Joined(each, factors, torch.stack(norms))
+    return _Joined(head_norms, factors, torch.stack(norms))
 
 
 def _scales(left: _Joined, right: _Joined) -> Float64[Tensor, "3 h"]:
@@ -155,7 +157,7 @@ class AtPoint:
         maps: of the weights.
         residual: |H|.
         fixed: (b…) |H| + ‖W^O‖ ‖W^V‖ max_l ‖P_l‖.
-        P: (b…, h, n, n) the probabilities.
+        P: (b…, h, n, n) the probabilities, 0 for a key that does not move.
         norms: (b…, h) ‖P_l‖.
         p: (b…, h, n, n) the probabilities in plain float64: weights at which the norms below are taken.
         rad: (b…, h, n, n) how far they may be from the exact ones.
@@ -211,19 +213,19 @@ class AtPoint:
         kappa = grown(self.key_top, self.p, q, self.key_far).minimum(self.key_far.amax(-1)).sqrt()
         drawn = up(omega.square().unsqueeze(-1) * d).mT
         keys, shared = (
-            grown(self.drawn_top, self.drawn, each, self.query_length).sqrt() for each in (drawn, drawn / self.share)
+            grown(self.drawn_top, self.drawn, w, self.query_length).sqrt() for w in (drawn, drawn / self.share)
         )
         bent, Q, K, out = up((omega * damping).amax(-1)), self.maps.query, self.maps.key, self.maps.output
         bilinear = over_heads(bent * Q.each, out, K).minimum(over_heads(bent * K.each, out, Q))
         queries = up(omega * (kappa + damping * r[..., None, None] * K.each.unsqueeze(-1)))
-        found = {
+        parts = {
             "fixed": self.fixed.expand(r.shape[:1] + self.fixed.shape),
             "queries": over_heads((omega * kappa).amax(-1), out, Q),
             "keys": over_heads(keys.amax(-1), out, K),
             "bilinear": bilinear * r,
             "together": self._together(queries, shared) + self.residual,
         }
-        return {name: up(term).movedim(0, -1) for name, term in found.items()}
+        return {name: up(term).movedim(0, -1) for name, term in parts.items()}
 
     def sharpened(self) -> AtPoint:
         """The same by norms; as these are not exact, some are above the traces."""
@@ -245,15 +247,15 @@ class AtPoint:
         """The same with one batch dimension."""
         batch = self.fixed.shape
         masked = None if self.masked is None else self.masked.expand(*batch, *self.masked.shape[-3:])
-        each = {**vars(self), "masked": masked}
-        tensors: dict[str, Any] = {name: t for name, t in each.items() if isinstance(t, Tensor | Ball)}
+        attributes = {**vars(self), "masked": masked}
+        tensors: dict[str, Any] = {name: t for name, t in attributes.items() if isinstance(t, Tensor | Ball)}
         return replace(self, **{name: t.reshape(-1, *t.shape[len(batch) :]) for name, t in tensors.items()})
 
     def _together(self, queries: Float64[Tensor, "e *b h n"], keys: Float64[Tensor, "e *b h n"]) -> Tensor:
         """(e, b…) a bound of the three paths together: one token does not pass all of them at their best."""
         out, V, Q, K = self.maps.output, self.maps.value, self.maps.query, self.maps.key
         sizes = (self.norms.expand(queries.shape[:-1]), queries.amax(-1), keys.amax(-1))
-        scales = [_scales(out, each) for each in (V, Q, K)]
+        scales = [_scales(out, path) for path in (V, Q, K)]
         whole = sum((size.unsqueeze(-2) * scale).amax(-1) for size, scale in zip(sizes, scales, strict=True))
         best = torch.as_tensor(whole).argmin(-1)  # any choice serves, but it is that of all three
         value, query, key = (scale[best] for scale in scales)
@@ -299,6 +301,9 @@ def at_point(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> AtPoint:
 
 def by_traces(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> AtPoint:
     """The layer at X with the trace of every small matrix, which is not below its norm, in place of it."""
+    residual, still = abs(layer.residual), layer.sinks is not None
+    if still:
+        layer, x = with_sink_token(layer, x)
     X = a.lift(x)
     weights = (layer.w_q, layer.w_k, layer.w_v, layer.w_o)
     w, allowed, rotary = layer.weights(X), layer.allowed(x.shape[-2]), layer.rotary
@@ -326,11 +331,13 @@ def by_traces(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> AtPoint
     drawn = _drawn(value_top, p)
     query_length = a.number(query.square().sum(-1)).unsqueeze(-2)
     above = a.number(P).clamp(max=1.0)
+    if still:  # what the value of a sink does to the output is nothing: it does not move
+        above = torch.cat([above[..., :-1], torch.zeros_like(above[..., -1:])], -1)
     norms = norm_of_probabilities(above)
     return AtPoint(
         maps=maps,
-        residual=abs(layer.residual),
-        fixed=up(over_heads(norms, maps.output, maps.value) + abs(layer.residual)),
+        residual=residual,
+        fixed=up(over_heads(norms, maps.output, maps.value) + residual),
         P=above,
         norms=norms,
         p=p,

@@ -20,8 +20,8 @@ from holdfast.attention.jacobian import Folded
 from holdfast.attention.layer import Weights
 from holdfast.attention.rotary import Rotary
 from holdfast.attention.rows import Rows
-from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.linalg import Array, Ball
+from holdfast.linalg.arithmetic import Arithmetic
 
 _CHUNK = 2**21  # numbers of one temporary
 
@@ -245,8 +245,8 @@ class TurnedMaps(ScoreMap[Array]):
         return self.a.matrix_norm(asked) * self._norms[1]
 
     def joint_key_norm(self, factors: Array) -> Array:
-        each = self.a.matrix_norm(factors.unsqueeze(-1).unsqueeze(-3) * self._asked) * self._rho
-        return self.a.matrix_norm(side_by_side(each.unsqueeze(-1).unsqueeze(-1) * self._w.w_k))
+        norms = self.a.matrix_norm(factors.unsqueeze(-1).unsqueeze(-3) * self._asked) * self._rho
+        return self.a.matrix_norm(side_by_side(norms.unsqueeze(-1).unsqueeze(-1) * self._w.w_k))
 
 
 # -- what the logarithms of the probabilities gain
@@ -295,26 +295,26 @@ def turned_growth(
 
 def squares_at_queries(rotary: Rotary, key: Array, w: Array, p: Array) -> Array:
     """(…, h, n, n) at (i, j) ‖W_l R_iᵀ (k_lj - Σ_m p_lim k_lm)‖² for keys (…, h, n, k)."""
-    gram, found = (w.mT @ w).unsqueeze(-3), []
+    gram, squares = (w.mT @ w).unsqueeze(-3), []
     for rows in _blocks(key):
         z = key.unsqueeze(-2) - (p[..., rows, :] @ key).unsqueeze(-3)  # (…, h, j, i, k)
         back = rotary.turn_back(z.flatten(-4, -3), rows).reshape(*z.shape)
-        found.append(((back @ gram) * back).sum(-1).mT)
-    return _joined(found)
+        squares.append(((back @ gram) * back).sum(-1).mT)
+    return _joined(squares)
 
 
 def squares_at_keys(rotary: Rotary, query: Array, w: Array, p: Array | None = None) -> Array:
     """(…, h, n, n) at (i, j) ‖W_l R_jᵀ q_li‖² for queries (…, h, n, k); with p, of R_jᵀ q_li less its mean over j."""
     n, k = query.shape[-2:]
-    gram, found = (w.mT @ w).unsqueeze(-3), []
+    gram, squares = (w.mT @ w).unsqueeze(-3), []
     for rows in _blocks(query):
         z = query[..., rows, :].unsqueeze(-2)
         z = z.expand(*z.shape[:-2], n, k)  # (…, h, i, j, k)
         back = rotary.turn_back(z.flatten(-4, -3)).reshape(*z.shape)
         if p is not None:
             back = back - p[..., rows, :].unsqueeze(-2) @ back
-        found.append(((back @ gram) * back).sum(-1))
-    return _joined(found)
+        squares.append(((back @ gram) * back).sum(-1))
+    return _joined(squares)
 
 
 def _blocks(rows: Array) -> list[slice]:

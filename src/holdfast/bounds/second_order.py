@@ -7,40 +7,23 @@ on the ball of radius r, δ = ε ‖J(X)‖ + ∫_0^ε (ε - r) β(r) dr; its ra
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar, Generic, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from holdfast.attention import AttentionJacobian, AttentionLayer, ValueOperator
 from holdfast.attention.mean_split import CommonPart, Coupling, OtherPart
-from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import Bound, Evaluation, register_bound
 from holdfast.bounds.over_ball import ROOT2, OverBall
 from holdfast.bounds.score_map import root
 from holdfast.linalg import Array
+from holdfast.linalg.arithmetic import Arithmetic
 
 _CELLS = 512
-_NODES = 6
-_LARGE = 2**13  # numbers in one input, from which on the curvature is evaluated at the asked radii alone …
+_LARGE = 2**13  # numbers in one input, beyond which the curvature is evaluated at the asked radii alone …
+_NODES = ((2**10, 6), (_LARGE, 3), (math.inf, 1))  # … (the most numbers, and nodes up to each radius) …
 _LITTLE = 0.7  # … and directions in which all tokens move alike are told apart where they have this share of ‖J‖
-
-
-@dataclass(frozen=True)
-class Curvature(Generic[Array]):
-    """Bounds (r, b…) of the second derivative on balls, by kind of direction.
-
-    Attributes:
-        every: ‖D²F[G, G]‖ for any G.
-        common: the same where all tokens move alike, G = 1wᵀ: then without rotary positions only the third cumulant
-            is left.
-        mixed: ‖D²F[G, G']‖ with G as in `common` and G' any.
-    """
-
-    every: Array
-    common: Array
-    mixed: Array
 
 
 def every_direction(ball: OverBall[Array]) -> Array:
@@ -56,8 +39,8 @@ def every_direction(ball: OverBall[Array]) -> Array:
     return ball.score_movement(weights) + (ball.damping * ball.value_spread).amax(-1) * ball.joint_A * 2.0
 
 
-def curvature(ball: OverBall[Array]) -> Curvature[Array]:
-    """Theorem 4, all heads together."""
+def where_tokens_agree(ball: OverBall[Array]) -> tuple[Array, Array]:
+    """(r, b…) ‖D²F[G, G]‖ for G = 1wᵀ, where all tokens move alike, and ‖D²F[G, G']‖ with such a G and any G'."""
     sigma, eta = ball.score_spread, ball.common_spread
     third, D = ball.third_spread, ball.value_reach.amax(-1).amax(-2)
     damped = ball.damping * ball.value_spread
@@ -68,7 +51,7 @@ def curvature(ball: OverBall[Array]) -> Curvature[Array]:
         alike = alike + ball.value_spread * ball.joint_A * 2.0
         mixed = mixed + ball.value_spread.amax(-1) * ball.joint_A / math.sqrt(D.shape[-1]) * (1 + 2**-50)
     common = root(alike.square().sum(-1)) / D.shape[-1]
-    return Curvature(every_direction(ball), common, mixed + _rms(root(D) * eta * third.minimum(root(D) * sigma)))
+    return common, mixed + _rms(root(D) * eta * third.minimum(root(D) * sigma))
 
 
 def _rms(rows: Array) -> Array:
@@ -77,44 +60,37 @@ def _rms(rows: Array) -> Array:
 
 
 def nodes_for(radii: Tensor, size: int = 0) -> Tensor:
-    """(r) where the curvature is evaluated: every radius, and points between, about `_NODES` up to the largest.
+    """(…, e, k) where the curvature is evaluated for each radius (…, e): equal parts of it, itself the last.
 
-    Radii (b…, e) for each input give nodes (b…, r). For inputs of a large size nothing lies between the radii: every
-    node costs as much as the Jacobian.
+    No radius has a part in the nodes of another, so that no value depends on what else is asked. For inputs of a larger
+    size there are fewer: every node costs as much as the Jacobian.
     """
-    if size > _LARGE:
-        return radii.sort(-1).values if radii.ndim > 1 else torch.unique(radii)
-    if radii.ndim > 1:
-        pieces = _NODES if float(radii.max()) > 1e-300 else 1  # nothing lies between where all radii are zero
-        between = torch.arange(1, pieces, dtype=torch.float64, device=radii.device) / pieces
-        return torch.cat([radii, radii.amax(-1, keepdim=True) * between], -1).sort(-1).values
-    ends: list[float] = torch.unique(radii).tolist()
-    nodes = list(ends)
-    for start, end in zip([0.0, *ends], ends, strict=False):
-        pieces = math.ceil(_NODES * (end - start) / ends[-1]) if end > start else 1
-        nodes += [start + (end - start) * i / pieces for i in range(1, pieces)]
-    return torch.tensor(sorted(set(nodes)), dtype=torch.float64, device=radii.device)
+    pieces = next(count for most, count in _NODES if size <= most)
+    return radii.unsqueeze(-1) * (torch.arange(1, pieces + 1, dtype=torch.float64, device=radii.device) / pieces)
 
 
 def on_nodes(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, nodes: Tensor) -> OverBall[Array]:
-    """The constants on the balls of all nodes."""
-    return a.once("nodes", lambda: OverBall(a, layer, x, a.lift(nodes)), nodes)
+    """The constants on the balls of all nodes (…, e, k), in one row."""
+    return a.once("nodes", lambda: OverBall(a, layer, x, a.lift(nodes.flatten(-2, -1))), nodes)
 
 
-def integrate(a: Arithmetic[Array], values: Array, nodes: Tensor, radii: Tensor) -> Array:
-    """(b…, e) a bound of ∫_0^ε (ε - r) f(r) dr, for values (r, b…) at the nodes that bound f up to there.
-
-    The interval that holds ε is cut there.
-    """
-    ends = torch.minimum(nodes.unsqueeze(-1), radii.unsqueeze(-2))
-    starts = torch.cat([torch.zeros_like(ends[..., :1, :]), ends[..., :-1, :]], -2)
-    weights = (ends - starts) * ((radii.unsqueeze(-2) - starts) + (radii.unsqueeze(-2) - ends)) / 2
-    return weighted(values, a.lift(weights * (1 + 1e-12)))  # more than the rounding of four sums and products
+def by_radius(values: Array, nodes: Tensor) -> Array:
+    """(b…, e, k) what is known at all nodes, (e k, b…)."""
+    in_a_row = values.movedim(0, -1)
+    return in_a_row.reshape(*in_a_row.shape[:-1], *nodes.shape[-2:])
 
 
-def weighted(values: Array, weights: Array) -> Array:
-    """(b…, e) sums of values (r, b…) with weights (r, e) or (b…, r, e)."""
-    return (values.movedim(0, -1).unsqueeze(-2) @ weights).squeeze(-2)
+def widths(nodes: Tensor) -> Tensor:
+    """(…, e, k) lengths of the intervals that end at the nodes, rounded up."""
+    return torch.diff(nodes, dim=-1, prepend=torch.zeros_like(nodes[..., :1])) * (1 + 1e-12)
+
+
+def integrate(a: Arithmetic[Array], values: Array, nodes: Tensor) -> Array:
+    """(b…, e) a bound of ∫_0^ε (ε - r) f(r) dr, for values (e k, b…) at the nodes that bound f up to there."""
+    starts = torch.cat([torch.zeros_like(nodes[..., :1]), nodes[..., :-1]], -1)
+    to_go = (nodes[..., -1:] - starts) + (nodes[..., -1:] - nodes)
+    # The factor is more than the rounding of four sums and products.
+    return (by_radius(values, nodes) * a.lift((nodes - starts) * to_go / 2 * (1 + 1e-12))).sum(-1)
 
 
 @final
@@ -128,7 +104,8 @@ class SecondOrder(Bound):
     """
 
     name = "second-order"
-    score_terms = ("rotary", "bias")
+    in_networks = True
+    score_terms = ("rotary", "bias", "sinks")
     cost = "three norms of size nd x nd; for every node (about 6) one of size nd x hn², and n of size hn x d"
     reference: ClassVar[str] = "holdfast"
 
@@ -137,17 +114,22 @@ class SecondOrder(Bound):
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         J = AttentionJacobian(layer, x)
-        gain, common = a.once("jacobian", lambda: a.norm(J)), a.once("common", lambda: a.norm(CommonPart(J)))
-        radii, size = a.number(eps), x.shape[-2:].numel()
-        nodes = nodes_for(radii, size)
-        if size > _LARGE and bool((a.number(common) < _LITTLE * a.number(gain)).all()):
-            ball = on_nodes(a, layer, x, nodes)
-            every = integrate(a, a.once("every", lambda: every_direction(ball), nodes), nodes, radii)
-            terms = {"jacobian": gain, "common": common, "curved": every}
-            return Evaluation(gain.unsqueeze(-1) * eps + every, terms)
+        gain, size = a.once("jacobian", lambda: a.norm(J)), x.shape[-2:].numel()
+        nodes = nodes_for(a.number(eps), size)
+        ball = on_nodes(a, layer, x, nodes)
+        every = integrate(a, a.once("every", lambda: every_direction(ball), nodes), nodes)
+        plain = gain.unsqueeze(-1) * eps + every
+        if layer.sinks is not None:  # a common movement of the tokens moves them all against the sink
+            return Evaluation(plain, {"jacobian": gain, "curved": every})
+        little = torch.zeros_like(a.number(gain), dtype=torch.bool)
+        if size > _LARGE:
+            about = a.once("about common", lambda: a.norm(CommonPart(J), rough=True))
+            little = a.number(about) < _LITTLE * a.number(gain)
+            if bool(little.all()):
+                return Evaluation(plain, {"jacobian": gain, "common": about, "curved": every})
+        common = a.once("common", lambda: a.norm(CommonPart(J)))
         other, coupling = a.once("other", lambda: a.norm(OtherPart(J))), a.once("coupling", lambda: a.norm(Coupling(J)))
-        beta = a.once("curvature", lambda: curvature(on_nodes(a, layer, x, nodes)), nodes)
-        every, alike, mixed = (integrate(a, part, nodes, radii) for part in (beta.every, beta.common, beta.mixed))
+        alike, mixed = (integrate(a, part, nodes) for part in where_tokens_agree(ball))
 
         # Cells of s, finer near 0; (b…, e, cell).
         edges = torch.linspace(0, 1, _CELLS + 1, dtype=torch.float64, device=x.device).square()
@@ -157,7 +139,8 @@ class SecondOrder(Bound):
         gain2 = (common * common)[..., None] * cc + coupling[..., None] * cs * 2.0 + (other * other)[..., None] * ss
         slope = root(gain2).minimum(gain[..., None])[..., None, :]
         bend = alike[..., None] * cc + mixed[..., None] * cs * 2.0 + every[..., None] * ss
-        value = (slope * eps[..., None] + bend.minimum(every[..., None])).amax(-1)
+        told = (slope * eps[..., None] + bend.minimum(every[..., None])).amax(-1)
+        value = a.lift(torch.where(little.unsqueeze(-1), a.number(plain), a.number(told)))
         terms = {"jacobian": gain, "common": common, "other": other, "coupling": coupling, "curved": every}
         return Evaluation(value, terms | {"curved_common": alike, "curved_mixed": mixed})
 
@@ -173,7 +156,8 @@ class Mixed(Bound):
     """
 
     name = "mixed"
-    score_terms = ("rotary", "bias")
+    in_networks = True
+    score_terms = ("rotary", "bias", "sinks")
     cost = "that of second-order, and for every node one norm of size nd x hn²"
     reference: ClassVar[str] = "holdfast"
 
@@ -181,37 +165,32 @@ class Mixed(Bound):
         return None
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
-        radii = a.number(eps)
-        nodes = nodes_for(radii, x.shape[-2:].numel())
-        grown = grown_gain(a, layer, x, nodes, nodes).movedim(-1, 0)
-        slope = grown.minimum(direct_gain(on_nodes(a, layer, x, nodes), layer, x))
-        integral = weighted(slope, a.lift(widths(nodes, radii)))
+        nodes = nodes_for(a.number(eps), x.shape[-2:].numel())
+        direct = by_radius(direct_gain(on_nodes(a, layer, x, nodes), layer, x), nodes)
+        slope = grown_gain(a, layer, x, nodes).minimum(direct)
+        integral = (slope * a.lift(widths(nodes))).sum(-1)
         saturated = _saturated(a, layer, x, eps)
         terms = {"jacobian": _jacobian(a, layer, x), "integral": integral, "saturated": saturated}
         return Evaluation(integral.minimum(saturated), terms)
 
 
-def grown_gain(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, nodes: Tensor, radii: Tensor) -> Array:
-    """(b…, e) ‖J(X)‖ + ∫_0^r β, a bound of ‖J(Z)‖ on the ball of each radius."""
-    beta = a.once("curvature", lambda: curvature(on_nodes(a, layer, x, nodes)), nodes).every
-    return weighted(beta, a.lift(widths(nodes, radii))) + _jacobian(a, layer, x).unsqueeze(-1)
+def grown_gain(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, nodes: Tensor) -> Array:
+    """(b…, e, k) ‖J(X)‖ + ∫_0^r β, a bound of ‖J(Z)‖ on the ball of each node."""
+    ball = on_nodes(a, layer, x, nodes)
+    beta = by_radius(a.once("every", lambda: every_direction(ball), nodes), nodes)
+    up_to = torch.ones(nodes.shape[-1], nodes.shape[-1], dtype=torch.float64, device=x.device).triu()
+    return (beta * a.lift(widths(nodes))) @ a.lift(up_to) + _jacobian(a, layer, x).unsqueeze(-1).unsqueeze(-1)
 
 
 def _jacobian(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> Array:
     return a.once("jacobian", lambda: a.norm(AttentionJacobian(layer, x)))
 
 
-def widths(nodes: Tensor, radii: Tensor) -> Tensor:
-    """(…, r, e) lengths of the intervals between nodes up to each radius, rounded up."""
-    ends = torch.minimum(nodes.unsqueeze(-1), radii.unsqueeze(-2))
-    return torch.diff(ends, dim=-2, prepend=torch.zeros_like(ends[..., :1, :])) * (1 + 1e-12)
-
-
 def direct_gain(ball: OverBall[Array], layer: AttentionLayer, x: Tensor) -> Array:
     """(r, b…) L(r) >= ‖J(Z)‖."""
     a, q = ball.a, ball.a.lift(ball.q)
     w = layer.weights(a.lift(x))
-    received = q.sum(-2).amax(-1)  # (r, b…, h): π_l²
+    received = q[..., : x.shape[-2]].sum(-2).amax(-1)  # (r, b…, h): π_l², of the keys that move
     h, d, _ = w.w_v.shape
     gram = (received @ (w.w_v @ w.w_v.mT).reshape(h, d * d)).reshape(*received.shape[:-1], d, d)
     values = root(a.matrix_norm(gram)) * a.matrix_norm(w.w_o.flatten(0, 1)) + abs(layer.residual)

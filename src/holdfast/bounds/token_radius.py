@@ -51,7 +51,7 @@ def layer_norm_radius(weight: Float[Tensor, " d"], bias: Float[Tensor, " d"] | N
 
 def _vector(t: Tensor, name: str) -> Tensor:
     if not isinstance(t, Tensor) or t.ndim != 1 or not t.is_floating_point() or not len(t):
-        found = f"shape {tuple(t.shape)}, {t.dtype}" if isinstance(t, Tensor) else type(t).__name__
-        raise InputError(f"{name} is {found}; expected a vector of numbers")
+        given = f"shape {tuple(t.shape)}, {t.dtype}" if isinstance(t, Tensor) else type(t).__name__
+        raise InputError(f"{name} is {given}; expected a vector of numbers")
     checks.finite(t, name)
     return t.detach().double()

@@ -18,13 +18,13 @@ from holdfast.attention.jacobian import Folded
 from holdfast.attention.layer import Weights
 from holdfast.attention.query_path import QueryBlocks
 from holdfast.attention.softmax import covering_norm
-from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.bounds.base import Bound, Evaluation, register_bound
 from holdfast.bounds.lipschitz import PointBound, register_lipschitz_bound
 from holdfast.bounds.over_ball import OverBall
 from holdfast.bounds.score_map import centred_rows, root, score_map
-from holdfast.bounds.second_order import nodes_for, on_nodes, weighted, widths
+from holdfast.bounds.second_order import by_radius, nodes_for, on_nodes, widths
 from holdfast.linalg import Array
+from holdfast.linalg.arithmetic import Arithmetic
 from holdfast.linalg.rounding import frobenius
 
 
@@ -139,6 +139,7 @@ class YudinBall(Bound):
     """
 
     name = "yudin-ball"
+    in_networks = True
     score_terms = ("rotary", "bias")
     cost = "one norm of size nd x nd; for every node (about 6) norms of n x n and n x d matrices"
     reference: ClassVar[str] = "yudin2025; holdfast"
@@ -147,23 +148,35 @@ class YudinBall(Bound):
         return None
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
-        radii = a.number(eps)
-        nodes = nodes_for(radii, x.shape[-2:].numel())
+        nodes = nodes_for(a.number(eps), x.shape[-2:].numel())
         ball = on_nodes(a, layer, x, nodes)
         zeta = a.once("zeta", lambda: a.norm(ValueOperator(layer, x)))
-        value = weighted(slope_on_balls(ball, zeta, layer.residual), a.lift(widths(nodes, radii)))
+        slope = by_radius(slope_on_balls(ball, zeta, layer.residual), nodes)
+        value = (slope * a.lift(widths(nodes))).sum(-1)
         return Evaluation(value, {"zeta": zeta, "norm_C": ball.norm_C, "norm_A": ball.norm_A})
 
 
 def slope_on_balls(ball: OverBall[Array], zeta: Array, residual: float) -> Array:
     """(r, b…) L(r) >= ‖DF(Z)‖ (Theorem 5)."""
-    a, f, r, C, lam = ball.a, ball.f, ball.r(1), ball.norm_C, ball.softmax_norm
+    a, f, r, C = ball.a, ball.f, ball.r(1), ball.norm_C
     V = centred_rows(a, f.value_rows).multiplied()
-    moved = lam.amax(-1) * (ball.map.query_norm(centred=True) + ball.norm_A * r * 2.0) + ball.map.key_norm(lam)
-    q = a.lift(ball.q)
-    attention = a.matrix_norm(q).minimum(root(q.sum(-2).amax(-1)))  # rows of P sum to 1
-    grown = zeta + (C * moved * r).sum(-1)
-    values = grown.minimum((C * attention).sum(-1) + abs(residual))
+    moved = attention_movement(ball)
+    values = value_path_on_balls(ball, zeta, residual, moved)
     apart = ((a.matrix_norm(V) + C * r) * moved).sum(-1)
     stacked = a.matrix_norm(V.flatten(-3, -2)) + ball.stacked_C * ball.r(0)
     return values + apart.minimum(stacked * root(moved.square().sum(-1)))
+
+
+def attention_movement(ball: OverBall[Array]) -> Array:
+    """(r, b…, h) m_l."""
+    lam, keys = ball.softmax_norm, ball.map.key_norm(ball.softmax_norm)
+    return lam.amax(-1) * (ball.map.query_norm(centred=True) + ball.norm_A * ball.r(1) * 2.0) + keys
+
+
+def value_path_on_balls(ball: OverBall[Array], zeta: Array, residual: float, moved: Array) -> Array:
+    """(r, b…) a bound of ‖H ⊗ I + Σ_l P_l(Z) ⊗ C_lᵀ‖, for m_l = moved (r, b…, h): P_l moves by at most r m_l."""
+    a, r, C = ball.a, ball.r(1), ball.norm_C
+    q = a.lift(ball.q)
+    attention = a.matrix_norm(q).minimum(root(q.sum(-2).amax(-1)))  # rows of P sum to 1
+    grown = zeta + (C * moved * r).sum(-1)
+    return grown.minimum((C * attention).sum(-1) + abs(residual))

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from holdfast.certification.examples import Batch, Entered, enter
 from holdfast.certification.lines import Record
 from holdfast.certification.settings import Settings
+from holdfast.compositions import certify_inputs
 from holdfast.graph import Readings
-from holdfast.network.compositions import certify_inputs
 from holdfast.network.network import Network
 from holdfast.results import UNDECIDED, Certificate, RadiusEstimate
 
@@ -27,8 +27,16 @@ def examine(
 ) -> list[Record]:
     """One record for each input of a batch, computed on the device; a model that was read before is not read again."""
     entered = enter(model, batch.inputs, settings, readings).to(device)
-    found = certify_inputs(entered.network, entered.x, method=settings.method, guarantee=settings.guarantee)
-    predictions = [each.prediction if each.decided else UNDECIDED for each in found]
+    proofs = certify_inputs(
+        entered.network,
+        entered.x,
+        method=settings.method,
+        guarantee=settings.guarantee,
+        threat=settings.threat,
+        at=settings.at,
+        seconds=settings.seconds,
+    )
+    predictions = [proof.prediction if proof.decided else UNDECIDED for proof in proofs]
     attacks = _attack(entered, predictions, settings)
     kind = Certificate if settings.guarantee == "proved" else RadiusEstimate
     return [
@@ -36,16 +44,20 @@ def examine(
             index=index,
             label=label,
             prediction=prediction,
-            margin=each.margin if math.isfinite(each.margin) else -sys.float_info.max,
-            radius=each.radius,
-            method=each.method,
-            guarantee=each.guarantee,
+            margin=proof.margin if math.isfinite(proof.margin) else -sys.float_info.max,
+            radius=proof.radius,
+            method=proof.method,
+            guarantee=proof.guarantee,
             attack_radius=nearest.radius,
-            seconds=each.seconds + nearest.seconds,
+            seconds=proof.seconds + nearest.seconds,
             perturbation=nearest.perturbation,
+            norm=settings.threat.norm,
+            through=proof.through,
+            losses={name: lost for name, lost in proof.losses.items() if math.isfinite(lost)},
+            unfinished=proof.unfinished,
         )
-        for index, label, prediction, each, nearest in zip(
-            batch.indices, batch.labels, predictions, found, attacks, strict=True
+        for index, label, prediction, proof, nearest in zip(
+            batch.indices, batch.labels, predictions, proofs, attacks, strict=True
         )
     ]
 
@@ -67,8 +79,10 @@ def _attack(entered: Entered, predictions: list[int], settings: Settings) -> lis
     decided = [i for i, prediction in enumerate(predictions) if prediction != UNDECIDED]
     if decided:
         answers = torch.tensor([predictions[i] for i in decided], device=x.device)
-        change = settings.attack(entered.network, x[decided], answers, settings.seed)
-        each = change.seconds / len(decided)
+        change = settings.attack(
+            entered.network, x[decided], answers, settings.seed, threat=settings.threat, seconds=settings.seconds
+        )
+        seconds = change.seconds / len(decided)
         for i, radius, perturbation in zip(decided, change.radius.tolist(), change.perturbation.cpu(), strict=True):
-            nearest[i] = _Nearest(radius, perturbation.clone(), each)
+            nearest[i] = _Nearest(radius, perturbation.clone(), seconds)
     return nearest

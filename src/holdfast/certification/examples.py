@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
+import numpy as np
 import torch
 from jaxtyping import Float64
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from holdfast.certification.settings import Settings
 from holdfast.data import Dataset, load
 from holdfast.data.dataset import checksum
-from holdfast.errors import InputError
+from holdfast.errors import HoldfastError, InputError
 from holdfast.graph import Readings, to_network
 from holdfast.network.network import Network
 from holdfast.storage import Pathlike
 
 #: One input: a tensor without a batch dimension, or keyword arguments of a batch of one, as a tokenizer returns them.
 Example = Tensor | Mapping[str, Tensor]
+
+_SMALLEST = 4  # pixels on a side: what has fewer is no picture
 
 
 @final
@@ -43,6 +47,7 @@ class Examples:
         split: its part.
         inputs: one for each label; a tensor (b, …) where they can stand in one batch.
         checksum: SHA-256 of the whole split.
+        words: of each sentence, one for each token that is no padding, where the inputs are sentences.
     """
 
     name: str
@@ -51,6 +56,15 @@ class Examples:
     labels: tuple[int, ...]
     indices: tuple[int, ...]
     checksum: str
+    words: Sequence[tuple[str, ...]] | None = None
+
+    def shown(self) -> dict[int, Tensor | tuple[str, ...]]:
+        """What a page can show, by index: the words of sentences, and pictures whose numbers lie between 0 and 1."""
+        if self.words is not None:
+            return dict(zip(self.indices, self.words, strict=True))
+        if not isinstance(self.inputs, Tensor) or not self.inputs.is_floating_point() or not _are_pictures(self.inputs):
+            return {}
+        return dict(zip(self.indices, self.inputs, strict=True))
 
     def batches(self, places: Sequence[int], size: int) -> list[Batch]:
         """The inputs at these places. Words go one by one: each sentence has its own length."""
@@ -58,12 +72,48 @@ class Examples:
         size = size if together else 1
         return [self._batch(places[first : first + size]) for first in range(0, len(places), size)]
 
+    def first(self, limit: int | None) -> Examples:
+        """The first inputs, or all."""
+        words = None if self.words is None else self.words[:limit]
+        return replace(
+            self, inputs=self.inputs[:limit], labels=self.labels[:limit], indices=self.indices[:limit], words=words
+        )
+
+    def check_labels(self, classes: int) -> None:
+        """Refuses a label that the model has no answer for."""
+        wrong = [place for place, label in enumerate(self.labels) if not 0 <= label < classes]
+        if wrong:
+            raise InputError(
+                f"the label of input {self.indices[wrong[0]]} of {self.name!r} is {self.labels[wrong[0]]}; the model "
+                f"answers with the classes 0 to {classes - 1}"
+            )
+
+    def check_finite(self) -> None:
+        """Refuses an input with a number that is NaN or infinite."""
+        for place, inputs in enumerate(self.inputs):
+            for name, t in inputs.items() if isinstance(inputs, Mapping) else (("", inputs),):
+                wrong = (~t.isfinite()).nonzero()
+                if len(wrong):
+                    at = tuple(wrong[0].tolist())
+                    raise InputError(
+                        f"input {self.indices[place]} of {self.name!r}{name and f' ({name})'}, of shape "
+                        f"{tuple(t.shape)}, is {t[at].item()} at {at}; expected finite numbers, and {len(wrong)} of "
+                        f"{t.numel()} are not"
+                    )
+
     def _batch(self, places: Sequence[int]) -> Batch:
         inputs = self.inputs[list(places)] if isinstance(self.inputs, Tensor) else self.inputs[places[0]]
         return Batch(inputs, tuple(self.labels[i] for i in places), tuple(self.indices[i] for i in places))
 
 
-Data = Dataset | Examples | Pathlike | Iterable[tuple[Example, int]]
+Data = (
+    Dataset
+    | Examples
+    | Pathlike
+    | DataLoader[Any]
+    | tuple[Tensor | np.ndarray, Tensor | np.ndarray]
+    | Iterable[tuple[Example | np.ndarray, int]]
+)
 
 
 def read_examples(data: Data, limit: int | None = None, *, split: str | None = None) -> Examples:
@@ -72,30 +122,60 @@ def read_examples(data: Data, limit: int | None = None, *, split: str | None = N
         data = load(data, split)
     if isinstance(data, Dataset):
         labels, indices = tuple(data.labels.tolist()), tuple(data.indices.tolist())
-        data = Examples(data.name, data.split, data.inputs, labels, indices, data.checksum)
-    found = data if isinstance(data, Examples) else _from_pairs(data)
-    found = replace(found, inputs=found.inputs[:limit], labels=found.labels[:limit], indices=found.indices[:limit])
-    if not found.labels:
-        raise InputError(f"the data {found.name!r} have no input; expected at least one")
-    if len(set(found.indices)) < len(found.indices):
-        raise InputError(f"an index of {found.name!r} stands twice; expected another one for each input")
-    return found
+        words = None if data.texts is None else [tuple(text.split()) for text in data.texts]
+        data = Examples(data.name, data.split, data.inputs, labels, indices, data.checksum, words)
+    examples = (data if isinstance(data, Examples) else _from_pairs(data)).first(limit)
+    if not examples.labels:
+        raise InputError(f"the data {examples.name!r} have no input; expected at least one")
+    examples.check_finite()
+    if len(set(examples.indices)) < len(examples.indices):
+        raise InputError(f"an index of {examples.name!r} stands twice; expected another one for each input")
+    return examples
 
 
-def tokenised(data: Dataset, tokenizer: Callable[..., Mapping[str, Tensor]]) -> Examples:
-    """The sentences of a data set as a tokenizer of transformers encodes them."""
+def tokenised(data: Dataset, tokenizer: Any) -> Examples:
+    """The sentences of a data set as a tokenizer of transformers encodes them, with its names of their tokens."""
     if data.texts is None:
         raise InputError(f"the data {data.name!r} have no sentences, and the model takes text")
-    pairs = [(tokenizer(text, return_tensors="pt"), int(y)) for text, y in zip(data.texts, data.labels, strict=True)]
-    return replace(_from_pairs(pairs), name=data.name, split=data.split, indices=tuple(data.indices.tolist()))
+    encoded = [tokenizer(text, return_tensors="pt") for text in data.texts]
+    words = [tuple(map(str, tokenizer.convert_ids_to_tokens(ids["input_ids"][0].tolist()))) for ids in encoded]
+    examples = _from_pairs(zip(encoded, data.labels.tolist(), strict=True))
+    return replace(examples, name=data.name, split=data.split, indices=tuple(data.indices.tolist()), words=words)
 
 
-def _from_pairs(data: Iterable[tuple[Example, int]]) -> Examples:
+def _pairs(data: Any) -> Iterator[tuple[Any, Any]]:
+    """Inputs with their labels, one by one: from whole arrays (X, y), from batches of a loader, or as they are."""
+    if isinstance(data, DataLoader):
+        for batch in data:
+            yield from _pairs(tuple(batch) if isinstance(batch, list) else batch)
+    elif isinstance(data, Mapping):  # a batch of a loader of transformers
+        words = {name: t for name, t in data.items() if name not in ("label", "labels")}
+        for i, label in enumerate(data["labels" if "labels" in data else "label"]):
+            yield {name: t[i : i + 1] for name, t in words.items()}, label
+    elif isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor | np.ndarray) for part in data):
+        inputs, labels = data
+        if labels.ndim != 1 or len(inputs) != len(labels):
+            raise InputError(
+                f"the inputs have shape {tuple(inputs.shape)} and the labels {tuple(labels.shape)}; expected one label "
+                "for each input"
+            )
+        yield from zip(inputs, labels, strict=True)
+    else:
+        yield from data
+
+
+def _from_pairs(data: Any) -> Examples:
     try:
-        pairs = [(example, int(label)) for example, label in data]
-    except (TypeError, ValueError):
+        pairs = [
+            (torch.from_numpy(example) if isinstance(example, np.ndarray) else example, int(label))
+            for example, label in _pairs(data)
+        ]
+    except HoldfastError:
+        raise
+    except (TypeError, ValueError, KeyError):
         raise InputError(
-            "data is no pairs of an input and its label; expected those, a data set, or the name of one"
+            "data does not consist of pairs (input, label); expected such pairs, (X, y), a DataLoader, a data set, "
+            "or the name of one"
         ) from None
     tensors = [t for example, _ in pairs for t in (example.values() if isinstance(example, Mapping) else (example,))]
     labels = tuple(label for _, label in pairs)
@@ -108,6 +188,36 @@ def _from_pairs(data: Iterable[tuple[Example, int]]) -> Examples:
         )
     inputs = torch.stack(plain) if plain else keywords
     return Examples("given inputs", "all", inputs, labels, tuple(range(len(pairs))), whole)
+
+
+def _are_pictures(inputs: Tensor) -> bool:
+    """Whether inputs (b, h, w) or (b, c, h, w) of one or three channels hold numbers from 0 to 1."""
+    sized = inputs.ndim in (3, 4) and min(inputs.shape[-2:]) >= _SMALLEST
+    channels = inputs.ndim == 3 or inputs.shape[1] in (1, 3)
+    return sized and channels and bool(((inputs >= 0) & (inputs <= 1)).all())
+
+
+def check_channels(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> None:
+    """Refuses images (b, height, width) for a model that takes them only with a channel axis."""
+    if not isinstance(inputs, Tensor) or inputs.ndim != 3 or not inputs.is_floating_point():
+        return
+    if not _takes(model, inputs) and _takes(model, inputs.unsqueeze(1)):
+        height, width = inputs.shape[1:]
+        raise InputError(
+            f"the inputs have shape ({height}, {width}), and the model takes images with a channel axis; pass them as "
+            f"(1, {height}, {width}): x.unsqueeze(0) for each, or let the model's forward begin with it"
+        )
+
+
+def _takes(model: nn.Module, inputs: Tensor) -> bool:
+    """Whether the model runs on such inputs."""
+    known = next((p.dtype for p in model.parameters() if p.is_floating_point()), inputs.dtype)
+    try:
+        with torch.no_grad():
+            model(inputs.to(known))
+    except Exception:  # whatever the model's own code raises
+        return False
+    return True
 
 
 def ranges(indices: Sequence[int]) -> str:
@@ -159,8 +269,8 @@ def enter(
                 "perturb or normalise was given for a Network, whose input moves as it is; expected neither"
             )
         if not isinstance(inputs, Tensor) or inputs.ndim != 3:
-            found = f"of shape {tuple(inputs.shape[1:])}" if isinstance(inputs, Tensor) else "keyword arguments"
-            raise InputError(f"the inputs of {model.name} are {found}; expected tensors (n, d), one for each label")
+            received = f"of shape {tuple(inputs.shape[1:])}" if isinstance(inputs, Tensor) else "keyword arguments"
+            raise InputError(f"the inputs of {model.name} are {received}; expected tensors (n, d), one for each label")
         return Entered(model, inputs.double())
     converted = to_network(model, inputs, perturb=settings.perturb, normalise=settings.normalise, readings=readings)
     return Entered(converted.network, converted.encode(inputs))

@@ -34,7 +34,7 @@ def merge(paths: Sequence[Pathlike], out: Pathlike | None = None) -> Certificati
     if not paths:
         raise InputError("no file was given; expected the files of the shards")
     stored = [read(path) for path in paths]
-    header = max((part.header for part in stored), key=lambda each: len(each.indices))
+    header = max((part.header for part in stored), key=lambda part: len(part.indices))
     records: dict[int, Record] = {}
     first_in: dict[int, str] = {}
     for path, part in zip([os.fspath(path) for path in paths], stored, strict=True):
@@ -44,11 +44,12 @@ def merge(paths: Sequence[Pathlike], out: Pathlike | None = None) -> Certificati
         if not part.header.begins(header):
             raise InputError(f"{path} asks for other inputs than the rest; expected the files of one run")
         for index, record in part.records.items():
-            if index in records and (differing := disagreements(record, records[index])):
+            if index in records and (differing := disagreements(record, records[index], "seconds" in header.settings)):
                 raise InputError(f"{path} and {first_in[index]} disagree on input {index}: {', '.join(differing)}")
             records.setdefault(index, record)
             first_in.setdefault(index, path)
-    whole = Stored(header, records)
+    failures = {index: why for part in stored for index, why in part.failures.items() if index not in records}
+    whole = Stored(header, records, failures)
     run = whole.run()
     check_order(run)
     if out is not None:
@@ -56,16 +57,18 @@ def merge(paths: Sequence[Pathlike], out: Pathlike | None = None) -> Certificati
     return run
 
 
-def disagreements(found: Record, expected: Record) -> list[str]:
+def disagreements(found: Record, expected: Record, timed: bool = False) -> list[str]:
     """The numbers that two computations of one input may not differ in, in words.
 
-    A search may end elsewhere on another machine, so attack radii count only by what they say of the radii.
+    A search may end elsewhere on another machine, so attack radii count only by what they say of the radii; and where
+    the time was limited, radii do not count either.
     """
+    free = {"attack_radius", "seconds", "perturbation", "losses", "unfinished"}
+    free |= {"radius", "method", "through"} if timed else set()
     differing = [
         f"{field.name} {getattr(found, field.name)!r} against {getattr(expected, field.name)!r}"
         for field in fields(found)
-        if field.name not in ("attack_radius", "seconds", "perturbation")
-        and not _same(getattr(found, field.name), getattr(expected, field.name))
+        if field.name not in free and not _same(getattr(found, field.name), getattr(expected, field.name))
     ]
     for one, other in ((found, expected), (expected, found)):
         if one.attack_radius is not None and 0 < one.attack_radius <= other.radius:

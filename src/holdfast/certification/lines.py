@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import numpy as np
 import torch
 
-from holdfast.certification.settings import checksum_of_inputs, fingerprint, names_of_settings
+from holdfast.certification.journal import from_line, to_line
+from holdfast.certification.settings import are_settings, checksum_of_inputs, fingerprint
 from holdfast.errors import HoldfastError, InputError
 from holdfast.radii import check_radii
 from holdfast.results import UNDECIDED, Certificate, RadiusEstimate
@@ -63,76 +63,71 @@ class Header:
 
 def header_line(header: Header) -> bytes:
     """The first line of a file."""
-    return _line({"schema": SCHEMA, "fingerprint": header.fingerprint, "inputs": header.inputs} | asdict(header))
+    return to_line({"schema": SCHEMA, "fingerprint": header.fingerprint, "inputs": header.inputs} | asdict(header))
 
 
 def growth_line(before: Header, after: Header) -> bytes:
     """The line that asks for more inputs."""
-    return _line({"indices": after.indices[len(before.indices) :], "inputs": after.inputs})
+    return to_line({"indices": after.indices[len(before.indices) :], "inputs": after.inputs})
 
 
 def record_line(record: Record) -> bytes:
-    """The line of one input."""
+    """The line of one input; what is empty, or as it always is, has no place in it."""
     fields = record.to_dict()
+    del fields["side"]
+    for name, usual in _OPTIONAL.items():
+        if fields[name] == usual:
+            del fields[name]
     if record.perturbation is not None:
         numbers = record.perturbation.contiguous().numpy().astype("<f4")
         fields |= {"perturbation": base64.b64encode(numbers.tobytes()).decode(), "shape": list(numbers.shape)}
-    return _line(fields)
+    return to_line(fields)
 
 
-def parse(name: str, content: bytes) -> tuple[Header, dict[int, Record]]:
-    """The header, with all that it has grown by, and the records by index; `name` is the file's, for messages."""
+def failure_line(index: int, reason: str) -> bytes:
+    """The line of an input that could not be done."""
+    return to_line({"failed": index, "reason": reason})
+
+
+def parse(name: str, content: bytes) -> tuple[Header, dict[int, Record], dict[int, str]]:
+    """The header, with all that it has grown by, the records by index, and why inputs without one failed.
+
+    Args:
+        name: of the file, for messages.
+        content: complete lines.
+    """
     first, *lines = content.splitlines()
     header = _read_header(name, first)
-    expected, records = set(header.indices), dict[int, Record]()
+    expected, records, failures = set(header.indices), dict[int, Record](), dict[int, str]()
     for number, line in enumerate(lines, 2):
         try:
-            row = _read_line(line)
+            row = from_line(line)
             if "inputs" in row:
                 header = _grown(header, row)
                 expected = set(header.indices)
                 continue
+            if "failed" in row:
+                index, reason = _read_failure(row)
+                _check_new(index, records, expected)
+                failures[index] = reason
+                continue
             record = _read_record(row, header.settings)
-            if record.index in records or record.index not in expected:
-                why = "stands twice" if record.index in records else "is none of the run's"
-                raise InputError(f"the index {record.index} {why}; was the file edited?")
+            _check_new(record.index, records, expected)
         except HoldfastError as error:
             raise type(error)(f"{name}, line {number}: {error}") from None
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(f"{name}, line {number}: no record ({error}); was the file edited?") from None
         records[record.index] = record
-    return header, records
+        failures.pop(record.index, None)
+    return header, records, failures
 
 
 # -- one line
 
 
-def _line(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, allow_nan=False, separators=(",", ":")) + "\n").encode()
-
-
-def _read_line(line: bytes) -> dict[str, Any]:
-    """A JSON object without numbers that JSON does not have, and without keys that stand twice."""
-    found = json.loads(line, object_pairs_hook=_unique, parse_constant=_no_number)
-    if not isinstance(found, dict):
-        raise ValueError("no object")
-    return found
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key stands twice")
-    return found
-
-
-def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number")
-
-
 def _read_header(name: str, line: bytes) -> Header:
     try:
-        fields = _read_line(line)
+        fields = from_line(line)
     except ValueError:
         raise InputError(f"{name}: the first line is no header; expected what certify writes") from None
     schema, stated, inputs = (fields.pop(key, None) for key in ("schema", "fingerprint", "inputs"))
@@ -153,7 +148,7 @@ def _read_header(name: str, line: bytes) -> Header:
         header = replace(header, settings=settings)
     if inputs != header.inputs:
         raise InputError(f"{name}: the inputs are not those that their checksum is of; was the file edited?")
-    if header.settings.keys() != names_of_settings(attacked=header.settings.get("attack") != "none"):
+    if not are_settings(header.settings):
         raise InputError(f"{name}: the settings are {', '.join(header.settings)}; was the file edited?")
     return header
 
@@ -188,6 +183,20 @@ def _grown(header: Header, row: dict[str, Any]) -> Header:
     return replace(header, indices=indices)
 
 
+def _check_new(index: int, records: dict[int, Record], expected: set[int]) -> None:
+    if index in records or index not in expected:
+        why = "stands twice" if index in records else "is none of the run's"
+        raise InputError(f"the index {index} {why}; was the file edited?")
+
+
+def _read_failure(row: dict[str, Any]) -> tuple[int, str]:
+    """Which input failed, and why."""
+    index, reason = row["failed"], row.get("reason")
+    if row.keys() != {"failed", "reason"} or type(index) is not int or not isinstance(reason, str):
+        raise ValueError("a line of a failure has other keys or values")
+    return index, reason
+
+
 _KINDS = {
     "index": int,
     "label": int,
@@ -200,11 +209,15 @@ _KINDS = {
 }
 
 
+_OPTIONAL: dict[str, Any] = {"norm": "l2", "through": None, "losses": {}, "unfinished": []}
+
+
 def _read_record(row: dict[str, Any], settings: dict[str, str]) -> Record:
     """The record of a line, which must be one of a run with these settings."""
     packed, shape = row.pop("perturbation", None), row.pop("shape", None)
-    if row.keys() != {*_KINDS, "attack_radius"} or (packed is None) != (shape is None):
+    if row.keys() - _OPTIONAL.keys() != {*_KINDS, "attack_radius"} or (packed is None) != (shape is None):
         raise ValueError(f"the keys are {', '.join(row)}")
+    row |= _read_optional(row, settings)
     for name, kind in _KINDS.items():
         if type(row[name]) is not kind:
             raise ValueError(f"{name} is {row[name]!r}")
@@ -222,6 +235,20 @@ def _read_record(row: dict[str, Any], settings: dict[str, str]) -> Record:
     perturbation = None if packed is None else _unpacked(packed, shape)
     kind = RadiusEstimate if row["guarantee"] == "numerical" else Certificate
     return kind(**row, perturbation=perturbation)
+
+
+def _read_optional(row: dict[str, Any], settings: dict[str, str]) -> dict[str, Any]:
+    """What a line need not have, checked."""
+    norm, through, losses, unfinished = (row.get(name, usual) for name, usual in _OPTIONAL.items())
+    if norm != settings.get("norm", "l2"):
+        raise InputError(f"a record in the norm {norm} in another run; was the file edited?")
+    if through is not None and (through != "ball" or norm == "l2"):
+        raise ValueError(f"through is {through!r}")
+    if not isinstance(losses, dict) or not all(type(lost) is float and math.isfinite(lost) for lost in losses.values()):
+        raise ValueError(f"losses is {losses!r}")
+    if not isinstance(unfinished, list) or not all(isinstance(note, str) for note in unfinished):
+        raise ValueError(f"unfinished is {unfinished!r}")
+    return {"norm": norm, "through": through, "losses": losses, "unfinished": tuple(unfinished)}
 
 
 def _read_attack_radius(stated: Any) -> float | None:

@@ -10,13 +10,12 @@ import math
 import os
 import random
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
-import holdfast
 from holdfast.attacks.minimal import answer_changed
 from holdfast.certification.examine import examine
 from holdfast.certification.examples import Data, Examples, enter, ranges, read_examples
@@ -24,13 +23,14 @@ from holdfast.certification.lines import Header, Record
 from holdfast.certification.runner import Progress, describe
 from holdfast.certification.settings import Settings
 from holdfast.certification.store import Stored, differences, read
+from holdfast.compositions import proves
 from holdfast.errors import InputError
 from holdfast.graph import Perturbation, Readings
-from holdfast.movement import distance
-from holdfast.network.compositions import proves
+from holdfast.linalg.threat import Threat
 from holdfast.network.network import Network
 from holdfast.results import UNDECIDED
 from holdfast.storage import Pathlike
+from holdfast.version import __version__
 
 #: Relative, of one number in two computations: sums in another order, for batches of another size.
 ROUNDING = 1e-9
@@ -38,6 +38,8 @@ ROUNDING = 1e-9
 SEARCH = 1e-6
 #: Relative, of the end of an attack, which follows gradients: far above what was ever seen (2e-8), far below a point.
 NEARER = 1e-3
+
+_TINY = 1e-12  # a radius to ask about where none is claimed
 
 
 @final
@@ -116,15 +118,16 @@ def verify(
     failures = _incomplete(stored, examples)
     weaker: list[int] = []
     witnesses = done = 0
-    for part in examples.batches([place[index] for index in indices], batch):
-        again = examine(model, part, settings, readings=readings)
+    size = batch if settings.seconds is None else 1
+    for part in examples.batches([place[index] for index in indices], size):
+        again = examine(model, part, _asked_again(settings, stored.records[part.indices[0]]), readings=readings)
         entered = enter(model, part.inputs, settings, readings)
         for i, expected in enumerate(again):
             claimed = stored.records[expected.index]
-            wrong = _overstated(claimed, expected, entered.network, entered.x, i)
+            wrong = _overstated(claimed, expected, entered.network, entered.x, i, settings.threat)
             if claimed.attack_radius is not None:
                 witnesses += claimed.attack_radius < math.inf
-                wrong += _witness(entered.network, entered.x[i], claimed)
+                wrong += _witness(entered.network, entered.x[i], claimed, settings.threat)
             failures += [f"input {claimed.index}: {what}" for what in wrong]
             weaker += [claimed.index] if claimed.radius < expected.radius * (1 - SEARCH) else []
         done += len(again)
@@ -136,7 +139,7 @@ def verify(
         inputs=len(examples.labels),
         available=len(whole.labels),
         radii=run.radii,
-        accuracy=tuple(sum(found >= radius for found in right) / len(examples.labels) for radius in run.radii),
+        accuracy=tuple(sum(reached >= radius for reached in right) / len(examples.labels) for radius in run.radii),
         checked=tuple(indices),
         witnesses=witnesses,
         failures=tuple(failures),
@@ -156,13 +159,13 @@ def _same_run(
 ) -> Settings:
     """The settings of a run, refused unless its weights, data and inputs are those that are given."""
     settings = Settings.from_dict(header.settings, perturb)
-    found, claimed = (
+    given, claimed = (
         {word: value for word, value in words.items() if word != "holdfast"}
         for words in (describe(model, examples, settings, readings), header.settings)
     )
-    other = differences(found, claimed)
+    other = differences(given, claimed)
     if other:
-        raise InputError(f"{name} was made from something else than what was given: {', '.join(other)}")
+        raise InputError(f"{name} was made from something other than what was given: {', '.join(other)}")
     if list(examples.indices) != header.indices:
         raise InputError(
             f"{name} asks for inputs that are not the first {len(header.indices)} of the data {examples.name!r}; "
@@ -182,19 +185,27 @@ def _incomplete(stored: Stored, examples: Examples) -> list[str]:
     return wrong
 
 
-def _overstated(claimed: Record, expected: Record, network: Network, x: Tensor, place: int) -> list[str]:
-    """Where a record says something else than what is found, or more."""
+def _asked_again(settings: Settings, claimed: Record) -> Settings:
+    """How a record is computed again: what had a time limit, at its own radius by its own method, without an attack."""
+    if settings.seconds is None:
+        return settings
+    return replace(settings, seconds=None, attack=None, method=claimed.method, at=(claimed.radius or _TINY,))
+
+
+def _overstated(
+    claimed: Record, expected: Record, network: Network, x: Tensor, place: int, threat: Threat
+) -> list[str]:
+    """Where a record says something other than what is found, or more."""
     wrong = [
         f"{name} {getattr(claimed, name)!r} against {getattr(expected, name)!r}"
-        for name in ("prediction", "method", "guarantee")
+        for name in ("prediction", "method", "guarantee", "norm", "through")
         if getattr(claimed, name) != getattr(expected, name)
     ]
     if not claimed.margin <= expected.margin + ROUNDING * abs(expected.margin):
         wrong.append(f"margin {claimed.margin!r} against {expected.margin!r}")
     if not claimed.radius <= expected.radius:
         near = claimed.radius <= expected.radius * (1 + SEARCH)
-        method, guarantee = claimed.method, claimed.guarantee
-        if wrong or not near or not proves(network, x, place, claimed.radius, method=method, guarantee=guarantee):
+        if wrong or not near or not _proves(network, x, place, claimed, threat):
             wrong.append(f"radius {claimed.radius!r} against {expected.radius!r}")
     if claimed.attack_radius is not None and expected.attack_radius is not None:
         if 0 < claimed.attack_radius <= expected.radius:
@@ -204,15 +215,22 @@ def _overstated(claimed: Record, expected: Record, network: Network, x: Tensor, 
     return wrong
 
 
-def _witness(network: Network, x: Tensor, record: Record) -> list[str]:
+def _proves(network: Network, x: Tensor, place: int, claimed: Record, threat: Threat) -> bool:
+    method, guarantee = claimed.method, claimed.guarantee
+    return proves(network, x, place, claimed.radius, method=method, guarantee=guarantee, threat=threat)
+
+
+def _witness(network: Network, x: Tensor, record: Record, threat: Threat) -> list[str]:
     """What is wrong with the perturbation of a record."""
     if record.prediction == UNDECIDED or record.attack_radius is None or record.attack_radius == math.inf:
         return []
     if record.perturbation is None or record.perturbation.shape != x.shape:
         return [f"there is no perturbation of shape {tuple(x.shape)} for the attack radius {record.attack_radius!r}"]
     moved = x + record.perturbation.double()
-    length = float(distance(x, moved).upper)
+    length = float(threat.distance(x, moved))
     wrong = []
+    if not torch.equal(moved, threat.inside(moved)):
+        wrong.append(f"the stored perturbation leads out of the ends {threat.clip}")
     if not bool(answer_changed(network, moved.unsqueeze(0), torch.tensor([record.prediction]))):
         wrong.append("the stored perturbation does not change the answer")
     if not abs(record.attack_radius - length) <= ROUNDING * length:
@@ -223,9 +241,11 @@ def _witness(network: Network, x: Tensor, record: Record) -> list[str]:
 def _unchecked(stored: Stored, checked: int) -> list[str]:
     """What the file says without a check, in words."""
     records, settings = stored.records, stored.header.settings
-    words = ["wall times, and the command line"]
+    words = ["wall times, what margins were lost to, and the command line"]
+    if "seconds" in settings:
+        words.append("whether more time would prove more, or find a nearer change")
     if checked < len(records):
         words.append(f"the numbers of the {len(records) - checked} records that were not drawn; all are with --all")
-    if settings["holdfast"] != holdfast.__version__:
-        words.append(f"that Holdfast {settings['holdfast']} made the run; this is {holdfast.__version__}")
+    if settings["holdfast"] != __version__:
+        words.append(f"that Holdfast {settings['holdfast']} made the run; this is {__version__}")
     return words

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, final
-
-import torch
-from torch import Tensor
+from typing import final
 
 from holdfast.attacks.minimal import MinimalAttack
+from holdfast.compositions import compositions
 from holdfast.errors import InputError
 from holdfast.graph.perturbation import Perturbation, read_perturbation, spelled
-from holdfast.network.compositions import compositions
-from holdfast.network.network import Network
+from holdfast.linalg.threat import L2, Threat
 from holdfast.results import Guarantee
 
 #: Mean and standard deviation of each channel.
@@ -35,39 +32,66 @@ class Settings:
     seed: int = 0
     perturb: Perturbation | None = None
     normalise: Normalisation | None = None
+    threat: Threat = L2
+    at: tuple[float, ...] = ()
+    seconds: float | None = None
 
     def __post_init__(self) -> None:
         compositions[self.method]  # refused before anything is written
+        self._check_threat()
+        if not all(0 < radius < math.inf for radius in self.at):
+            raise InputError(f"at is {', '.join(map(str, self.at))}; expected positive radii")
+        if self.seconds is not None and not self.seconds > 0:
+            raise InputError(f"seconds_per_input is {self.seconds:g}; expected a positive number")
         if self.guarantee not in ("proved", "numerical"):
             raise InputError(f'guarantee is {self.guarantee!r}; expected "proved" or "numerical"')
 
+    def _check_threat(self) -> None:
+        """Refuses what has no meaning for changes of a part of the input."""
+        moved = "" if self.perturb is None else self.perturb if isinstance(self.perturb, str) else self.perturb[0]
+        if self.threat.boxed and moved in ("directions", "brightness", "contrast", "colour"):
+            raise InputError(f"the norm is linf and {moved} moves, which has an l2 length; expected norm='l2'")
+        if self.threat.clip is not None and moved in ("word", "words", "patch", "patches", "mask"):
+            raise InputError(
+                f"clip is {self.threat.clip} and perturb is {spelled(self.perturb) if self.perturb else None}, whose "
+                "numbers are changes of a part of the input; expected no clip, or the whole input"
+            )
+
     def to_dict(self) -> dict[str, str]:
-        """In words; the seed counts where something is random."""
+        """In words; the seed counts where something is random, and what is not asked for is not named."""
         words = {
             "method": self.method,
             "guarantee": self.guarantee,
             "perturb": "input" if self.perturb is None else spelled(self.perturb),
             "normalise": json.dumps(self.normalise),
             "attack": str(self.attack or "none"),
+            **self.threat.to_dict(),
         }
+        if self.at:
+            words["at"] = ",".join(map(repr, self.at))
+        if self.seconds is not None:
+            words["seconds"] = repr(self.seconds)
         return words if self.attack is None else words | {"seed": str(self.seed)}
 
     @classmethod
     def from_dict(cls, words: Mapping[str, str], perturb: Perturbation | None = None) -> Settings:
         """The settings in words again; what moves may be given, since words do not hold a tensor."""
         guarantee: Guarantee = "numerical" if words["guarantee"] == "numerical" else "proved"
-        found = cls(
+        settings = cls(
             words["method"],
             guarantee,
             _read_attack(words["attack"]),
             int(seed) if re.fullmatch(r"-?\d+", seed := words.get("seed", "0")) else 0,
             perturb or (None if words["perturb"] == "input" else read_perturbation(words["perturb"])),
             _read_normalisation(words["normalise"]),
+            Threat("linf" if "norm" in words else "l2", _read_clip(words.get("clip"))),
+            _read_floats("at", words["at"]) if "at" in words else (),
+            _read_floats("seconds", words["seconds"])[0] if "seconds" in words else None,
         )
-        for name, word in found.to_dict().items():
+        for name, word in settings.to_dict().items():
             if words.get(name) != word:
                 raise InputError(f"the setting {name} is {words.get(name)!r}; expected words such as {word!r}")
-        return found
+        return settings
 
 
 def _read_attack(text: str) -> MinimalAttack | None:
@@ -78,17 +102,35 @@ def _read_attack(text: str) -> MinimalAttack | None:
         raise InputError(f"the setting attack is {text!r}; expected none, or {MinimalAttack()}") from None
 
 
+def _read_clip(text: str | None) -> tuple[float, float] | None:
+    if text is None:
+        return None
+    ends = _read_floats("clip", text)
+    if len(ends) != 2:
+        raise InputError(f"the setting clip is {text!r}; expected two numbers")
+    return ends[0], ends[1]
+
+
+def _read_floats(name: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(number) for number in text.split(","))
+    except ValueError:
+        raise InputError(f"the setting {name} is {text!r}; expected numbers") from None
+
+
 def _read_normalisation(text: str) -> Normalisation | None:
     try:
-        found = json.loads(text)
-        return found and (tuple(found[0]), tuple(found[1]))
+        numbers = json.loads(text)
+        return numbers and (tuple(numbers[0]), tuple(numbers[1]))
     except (ValueError, TypeError, LookupError):
         raise InputError(f"the setting normalise is {text!r}; expected null, or two lists of numbers") from None
 
 
-def names_of_settings(attacked: bool) -> set[str]:
-    """What is said of a run: how inputs are treated, of which weights and data, and by which Holdfast."""
-    return {*Settings(attack=MinimalAttack() if attacked else None).to_dict(), "weights", "data", "holdfast"}
+def are_settings(words: Mapping[str, str]) -> bool:
+    """Whether a run has all these words: how inputs are treated, of which weights and data, and by which Holdfast."""
+    attack = None if words.get("attack") == "none" else MinimalAttack()
+    expected = {*Settings(attack=attack).to_dict(), "weights", "data", "holdfast"}
+    return words.keys() - {"norm", "clip", "at", "seconds"} == expected
 
 
 def checksum_of_inputs(indices: Sequence[int]) -> str:
@@ -99,37 +141,3 @@ def checksum_of_inputs(indices: Sequence[int]) -> str:
 def fingerprint(settings: Mapping[str, str]) -> str:
     """One word for all settings."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-
-
-def weights_digest(network: Network) -> str:
-    """SHA-256 of what a network is made of: the kinds of its pieces, in order, with all their numbers.
-
-    A kind is the name of a class, wherever that stands. One that is renamed keeps the digests of stored runs by saying
-    what it was called: `kind = "Affine"` in its body.
-    """
-    digest = hashlib.sha256()
-    _feed(digest, network.stages)
-    _feed(digest, network.head)
-    return digest.hexdigest()
-
-
-def _feed(digest: Any, value: object) -> None:
-    if isinstance(value, Tensor):
-        _feed(digest, (str(value.dtype), *value.shape))
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    elif value is None or isinstance(value, bool | int | float | str):
-        digest.update(f"{type(value).__name__} {value!r};".encode())
-    elif isinstance(value, Mapping):
-        _feed(digest, tuple(sorted(value.items())))
-    elif isinstance(value, Sequence):
-        digest.update(f"{len(value)}:".encode())
-        for each in value:
-            _feed(digest, each)
-    elif callable(value) and hasattr(value, "__name__"):
-        _feed(digest, value.__name__)
-    else:
-        kind = type(value)
-        digest.update(f"{vars(kind).get('kind', kind.__name__)} ".encode())
-        # What is computed from the rest on first use adds nothing.
-        computed = {name for base in kind.__mro__ for name, v in vars(base).items() if isinstance(v, cached_property)}
-        _feed(digest, {name: each for name, each in vars(value).items() if name not in computed})

@@ -1,38 +1,39 @@
-"""The file of a run: JSON lines, a header and then one line for each input, appended and flushed one by one.
+"""The file of a run: JSON lines, a header and then one line for each input, on the disk before it counts.
 
 Whatever moment the writer is killed at, the file holds every record that was reported and at most one half line at its
-end, which the next writer cuts off. A run that goes on to more inputs adds a line that asks for them.
+end, which the next writer cuts off. A run that goes on to more inputs adds a line that asks for them; an input that
+failed has a line with the reason, until there is a record of it.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
-from holdfast.certification.lines import Header, Record, growth_line, header_line, parse, record_line
+from torch import Tensor
+
+from holdfast.certification.journal import append, complete, opened
+from holdfast.certification.lines import Header, Record, failure_line, growth_line, header_line, parse, record_line
 from holdfast.errors import HoldfastError, InputError
 from holdfast.results import CertificationRun
 from holdfast.storage import Pathlike, write_text
-
-if sys.platform != "win32":
-    import fcntl
 
 
 @final
 @dataclass(frozen=True)
 class Stored:
-    """What a file holds: the header and the records by index."""
+    """What a file holds: the header, the records by index, and why there is none of an input that failed."""
 
     header: Header
     records: dict[int, Record]
+    failures: dict[int, str] = field(default_factory=dict)
 
-    def run(self) -> CertificationRun:
-        """The result."""
+    def run(self, inputs: Mapping[int, Tensor | tuple[str, ...]] | None = None) -> CertificationRun:
+        """The result, with what can be shown of the inputs."""
         header = self.header
         return CertificationRun(
             model=header.model,
@@ -43,6 +44,8 @@ class Stored:
             settings=header.settings,
             fingerprint=header.fingerprint,
             command=header.command,
+            failures={index: self.failures[index] for index in sorted(self.failures)},
+            inputs=inputs or {},
         )
 
 
@@ -50,16 +53,24 @@ class Stored:
 class Writer:
     """A file that is open for appending, by one process at a time."""
 
-    def __init__(self, descriptor: int, records: dict[int, Record]) -> None:
+    def __init__(self, descriptor: int, records: dict[int, Record], failures: dict[int, str]) -> None:
         self._descriptor = descriptor
-        self.records = records
+        self.records, self.failures = records, failures
 
-    def append(self, record: Record) -> None:
-        """Adds a record; it is on the disk when this returns."""
-        if record.index in self.records:
-            raise HoldfastError(f"input {record.index} is in the file already; please report how it came to run twice")
-        _write(self._descriptor, record_line(record))
-        self.records[record.index] = record
+    def append(self, *records: Record) -> None:
+        """Adds records; they are on the disk when this returns."""
+        twice = [record.index for record in records if record.index in self.records]
+        if twice:
+            raise HoldfastError(f"input {twice[0]} is in the file already; please report how it came to run twice")
+        append(self._descriptor, b"".join(map(record_line, records)))
+        self.records |= {record.index: record for record in records}
+        for record in records:
+            self.failures.pop(record.index, None)
+
+    def fail(self, index: int, reason: str) -> None:
+        """Adds why an input could not be done; it can be tried again."""
+        append(self._descriptor, failure_line(index, reason))
+        self.failures[index] = reason
 
 
 @contextmanager
@@ -72,33 +83,24 @@ def open_writer(path: Pathlike, header: Header, *, resume: bool) -> Iterator[Wri
         resume: go on with what is there; otherwise begin anew.
     """
     name = os.fspath(path)
-    Path(name).parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        if sys.platform != "win32":
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise InputError(f"{name}: another run is writing to it; wait for it, or give another file") from None
-        content = _complete(Path(name).read_bytes()) if resume else b""
-        before, records = parse(name, content) if content else (None, {})
+    with opened(path) as descriptor:
+        content = complete(Path(name).read_bytes()) if resume else b""
+        before, records, failures = parse(name, content) if content else (None, {}, {})
         if before is not None:
             _refuse_other(name, before, header)
         os.ftruncate(descriptor, len(content))
         if before is None:
-            _write(descriptor, header_line(header))
+            append(descriptor, header_line(header))
         elif before.indices != header.indices:
-            _write(descriptor, growth_line(before, header))
-        yield Writer(descriptor, records)
-    finally:
-        os.close(descriptor)
+            append(descriptor, growth_line(before, header))
+        yield Writer(descriptor, records, failures)
 
 
 def read(path: Pathlike) -> Stored:
     """What the file of a run holds; a half line at its end does not count."""
     name = os.fspath(path)
     try:
-        content = _complete(Path(name).read_bytes())
+        content = complete(Path(name).read_bytes())
     except OSError as error:
         raise InputError(f"{name!r} cannot be read: {error.strerror}; expected the file of a run") from None
     if not content:
@@ -109,6 +111,7 @@ def read(path: Pathlike) -> Stored:
 def write(path: Pathlike, stored: Stored) -> None:
     """Writes a whole file at once, by index."""
     rows = [record_line(stored.records[index]) for index in sorted(stored.records)]
+    rows += [failure_line(index, stored.failures[index]) for index in sorted(stored.failures)]
     write_text(path, (header_line(stored.header) + b"".join(rows)).decode())
 
 
@@ -136,13 +139,3 @@ def _short(value: str | None) -> str:
     if value is None:
         return "nothing"
     return f"{value[:12]}…" if len(value) == 64 else value  # a digest
-
-
-def _complete(content: bytes) -> bytes:
-    return content[: content.rfind(b"\n") + 1]
-
-
-def _write(descriptor: int, line: bytes) -> None:
-    while line:
-        line = line[os.write(descriptor, line) :]
-    os.fsync(descriptor)

@@ -15,16 +15,19 @@ import typer
 from rich.console import Console
 
 from holdfast import analysis
-from holdfast.analysis import Analysis, Progress
+from holdfast.analysis import Analysis, AnalysisProgress
 from holdfast.bounds import bound_named
-from holdfast.cli.inputs import Eps, Json, Out, read_eps
-from holdfast.cli.work import INTERRUPTED, progress_bar, say_written
+from holdfast.cli.inputs import Eps, Html, Json, Out, read_eps, writable
+from holdfast.cli.work import INTERRUPTED, say_written
+from holdfast.data.digits import SIDE, demo_digits
 from holdfast.errors import InputError
-from holdfast.models import demo_digits, load_digits_vit
-from holdfast.models.digits import PATCH, SIDE
+from holdfast.models import load_digits_vit
+from holdfast.models.digits import PATCH
+from holdfast.models.loading import LoadedModel, Picture, load
+from holdfast.progress import progress_bar
 from holdfast.radii import check_radii
+from holdfast.report.style import write_figure
 from holdfast.storage import write_text
-from holdfast.tracing.loading import LoadedModel, Picture, load
 
 
 def analyze(
@@ -45,12 +48,14 @@ def analyze(
     attack: Annotated[bool, typer.Option(help="Also search perturbations that move the output far.")] = True,
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
     download: Annotated[bool, typer.Option("--download", help="Fetch files of the model that are missing.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Write the page to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a figure to this file (PNG, SVG or PDF).")] = None,
+    html: Html = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a figure to this file (PNG, SVG or PDF).", callback=writable)
+    ] = None,
     as_json: Json = False,
     out: Out = None,
 ) -> None:
-    """Analyse every attention layer of a model: local constants, bounds, attacks, heads, and sensitive tokens."""
+    """Analyze every attention layer of a model: local constants, bounds, attacks, heads, and sensitive tokens."""
     began = time.perf_counter()
     radii, chosen = check_radii(read_eps(eps)), _read_layers(layers)
     bound_named(method)  # like the options above: refused before a model is loaded
@@ -60,10 +65,10 @@ def analyze(
     with progress_bar() as bar:
         task = bar.add_task("tracing", total=None)
 
-        def show(now: Progress) -> None:
+        def show(now: AnalysisProgress) -> None:
             bar.update(task, description=now.name, completed=now.done, total=now.planned)
 
-        found = analysis.analyze(
+        result = analysis.analyze(
             loaded.model,
             loaded.inputs,
             radii,
@@ -78,20 +83,20 @@ def analyze(
             progress=show,
             seed=seed,
         )
-    found = replace(
-        found,
+    result = replace(
+        result,
         notes=(f"About the weights: {loaded.note}.",) if loaded.note else (),
         command=shlex.join(["holdfast", *sys.argv[1:]]),
         seconds=time.perf_counter() - began,
     )
-    _write(found, html, plot, out)
+    _write(result, html, plot, out)
     if as_json:
-        typer.echo(found.to_json())
+        typer.echo(result.to_json())
     else:
-        Console().print(found.table())
+        Console().print(result.table())
         say_written(html, plot, out)
-    if found.interrupted:
-        typer.echo(f"holdfast: interrupted; {len(found.layers)} of {found.planned} layers were finished", err=True)
+    if result.interrupted:
+        typer.echo(f"holdfast: interrupted; {len(result.layers)} of {result.planned} layers were finished", err=True)
         raise typer.Exit(INTERRUPTED)
 
 
@@ -113,8 +118,8 @@ def _load(
     if model is None:
         raise InputError("no model was given; name a folder, a file or a model, or --demo")
     if len(given) != 1:
-        found = " and ".join(given) or "no input"
-        raise InputError(f"{found} was given for {model!r}; expected one of --text, --image and --tokens")
+        named = " and ".join(given) or "no input"
+        raise InputError(f"{named} was given for {model!r}; expected one of --text, --image and --tokens")
     if tokens is not None:
         return _with_ids(load(model, text=["."], download=download), tokens, max_tokens)
     return load(model, text=text, image=image, max_tokens=max_tokens, download=download)
@@ -145,14 +150,13 @@ def _demo() -> LoadedModel:
     return LoadedModel("digits ViT (bundled)", load_digits_vit(), images, picture=picture)
 
 
-def _write(found: Analysis, html: Path | None, plot: Path | None, out: Path | None) -> None:
+def _write(result: Analysis, html: Path | None, plot: Path | None, out: Path | None) -> None:
     if html is not None:
-        found.to_html(html)
+        result.to_html(html)
     if plot is not None:
-        plot.parent.mkdir(parents=True, exist_ok=True)
-        found.plot().savefig(plot, dpi=150)
+        write_figure(result.plot(), plot, dpi=150)
     if out is not None:
-        write_text(out, found.to_json() + "\n")
+        write_text(out, result.to_json() + "\n")
 
 
 def _read_layers(text: str | None) -> list[int] | None:

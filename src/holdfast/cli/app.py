@@ -3,37 +3,82 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, NoReturn, cast
+from importlib import import_module
+from typing import Annotated, Any, NoReturn, cast
 
-import torch
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-import holdfast
-from holdfast.cli import analyze, campaign, certify, demo, doctor, layers, lipschitz, models, repro, train
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, UnknownNameError
+from holdfast.version import __version__
+
+#: Where each command stands, and its help in one line: the rest of it, and torch, are imported when it is called.
+COMMANDS = {
+    "analyze": (
+        "Analyze every attention layer of a model: local constants, bounds, attacks, heads, and sensitive tokens."
+    ),
+    "bounds": "List the bounds: name, side, scope, guarantee, cost, reference and assumptions.",
+    "bound": "Bound how far the output of a layer can move when its input moves by at most eps.",
+    "attack": "Search a perturbation within eps that moves the output of a layer far.",
+    "lipschitz": "Bound the slope of a layer: at its input, or with --radius and --tokens on a ball around 0.",
+    "attention": (
+        "Show for every head how peaked it is, its sink token, and through which path the layer's slope comes."
+    ),
+    "certify": (
+        "Prove for every input of a data set how far it can move before the answer changes; or decide a specification."
+    ),
+    "merge": "Join the files of shards; refuse records that disagree.",
+    "verify": (
+        "Compute records again, and try the perturbations, from the model alone: status 1 if something does not hold."
+    ),
+    "train": "Train a model that can be certified; an interrupted training goes on with the same command.",
+    "models": "The models that come with the package.",
+    "demo": (
+        "Certify the bundled digits model: proved radii beside LoFAST's and an attack, as a table, a figure and a page."
+    ),
+    "campaign": (
+        "Attack every bound, and what it is made of, at random layers and pieces: status 1 if one is below the truth."
+    ),
+    "doctor": "Show versions, devices, threads, and which extras are installed.",
+    "repro": "Make the tables and figures of the papers and of the documentation again.",
+}
+_FILES = {"bounds": "layers", "bound": "layers", "attack": "layers", "attention": "lipschitz"}
+_FILES |= {"merge": "certify", "verify": "certify"}
+
+
+def load(name: str) -> Any:
+    """A command with all of its options."""
+    module = import_module(f"holdfast.cli.{_FILES.get(name, name)}")
+    command = getattr(module, "app", None)
+    if command is None:
+        command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        command.command(name)(getattr(module, name))
+    return typer.main.get_command(command)
+
+
+class _Group(TyperGroup):
+    """Lists the commands without importing them, and imports the one that is called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if not args[0].startswith("-") and args[0] not in COMMANDS:
+            raise UnknownNameError("command", args[0], COMMANDS)
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command if name is None else load(name), rest
+
 
 app = typer.Typer(
     name="holdfast",
     help="If the input of a transformer moves by at most eps, how far can its output move, and can you prove it?",
+    cls=_Group,
     invoke_without_command=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("analyze")(analyze.analyze)
-app.command("bounds")(layers.bounds)
-app.command("bound")(layers.bound)
-app.command("attack")(layers.attack)
-app.command("lipschitz")(lipschitz.lipschitz)
-app.command("attention")(lipschitz.attention)
-app.command("certify")(certify.certify)
-app.command("merge")(certify.merge)
-app.command("verify")(certify.verify)
-app.command("train")(train.train)
-app.add_typer(models.app, name="models")
-app.command("demo")(demo.demo)
-app.command("campaign")(campaign.campaign)
-app.command("doctor")(doctor.doctor)
-app.add_typer(repro.app, name="repro")
 
 # Older releases of typer take this class from click, newer ones carry their own; only the subclass has a public name.
 _USAGE_ERROR = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
@@ -46,7 +91,7 @@ def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.", is_eager=True)] = False,
 ) -> None:
     if version:
-        typer.echo(holdfast.__version__)
+        typer.echo(__version__)
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -61,10 +106,13 @@ def main() -> NoReturn:
         _fail(error.format_message())
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted before anything was finished", status=130)
-    except (MemoryError, torch.OutOfMemoryError):
+    except MemoryError:
         _fail(_OUT_OF_MEMORY)
+    except OSError as error:
+        where = "" if error.filename is None else f"{error.filename}: "
+        _fail(f"{where}{error.strerror or error}")
     except RuntimeError as error:
-        if "allocate memory" not in str(error):
+        if "allocate memory" not in str(error) and type(error).__name__ != "OutOfMemoryError":  # torch's
             raise
         _fail(_OUT_OF_MEMORY)
     sys.exit(status if isinstance(status, int) else 0)

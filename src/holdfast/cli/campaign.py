@@ -56,10 +56,12 @@ def _show(report: CampaignReport) -> None:
     console = Console()
     console.print(table)
     for kind, findings in (("violation", report.violations), ("failure", report.failures)):
-        for each in findings:
-            only = "--layers 0 --pieces 1" if each.is_piece else "--layers 1 --pieces 0"
-            where = "" if each.seed is None else f"; repeat with --no-demo {only} --seed {each.seed}"
-            console.print(f"{kind}: {each.what} at {each.layer}: {each.detail}{where}", style="red", soft_wrap=True)
-    found = f"{len(report.violations)} violations, {len(report.failures)} failures"
+        for finding in findings:
+            only = "--layers 0 --pieces 1" if finding.is_piece else "--layers 1 --pieces 0"
+            where = "" if finding.seed is None else f"; repeat with --no-demo {only} --seed {finding.seed}"
+            console.print(
+                f"{kind}: {finding.what} at {finding.layer}: {finding.detail}{where}", style="red", soft_wrap=True
+            )
+    verdict = f"{len(report.violations)} violations, {len(report.failures)} failures"
     examined = f"{report.layers} layers, {report.pieces} pieces, {report.checks} checks"
-    console.print(f"{examined} in {report.seconds:.0f} s: {found}")
+    console.print(f"{examined} in {report.seconds:.0f} s: {verdict}")

@@ -16,17 +16,19 @@ from torch import nn
 from holdfast import certification
 from holdfast.certification import Shard, Verification, read
 from holdfast.certification.examples import Data, ranges, tokenised
-from holdfast.cli.inputs import Json
-from holdfast.cli.work import INTERRUPTED, emit_json, say_written, telling
+from holdfast.certification.executors import RayCluster
+from holdfast.cli.inputs import Html, Json, writable
+from holdfast.cli.work import INTERRUPTED, emit_json, say_written
 from holdfast.data import Dataset, load
 from holdfast.errors import InputError
 from holdfast.graph.onnx import OnnxModel
 from holdfast.graph.perturbation import read_perturbation
+from holdfast.models.loading import load_classifier, load_tokenizer
+from holdfast.models.python_file import read_arguments
+from holdfast.progress import telling
 from holdfast.report.numbers import down
-from holdfast.results import CertificationRun
+from holdfast.results import CertificationRun, Target
 from holdfast.storage import write_text
-from holdfast.tracing.loading import load_classifier, load_tokenizer
-from holdfast.tracing.python_file import read_arguments
 from holdfast.vnnlib import decide, read_specification
 
 Model = Annotated[
@@ -38,12 +40,13 @@ Model = Annotated[
 ]
 DataDir = Annotated[Path | None, typer.Option(help="Folder of the data files; default: HOLDFAST_DATA.")]
 Download = Annotated[bool, typer.Option("--download", help="Fetch files of the model that are missing.")]
-Html = Annotated[Path | None, typer.Option(help="Write the page to this file.")]
 Beside = Annotated[list[Path] | None, typer.Option(help="The file of another run, for the same page; repeat.")]
 Weights = Annotated[Path | None, typer.Option(help="Safetensors with the weights, for FILE.py:FUNCTION.")]
 Arguments = Annotated[
     list[str] | None, typer.Option("--arg", help="NAME=VALUE for that function; repeat.", metavar="NAME=VALUE")
 ]
+_RADII = "36/255,72/255,108/255"
+
 BatchSize = Annotated[int, typer.Option(min=1, help="Inputs that are treated at once.")]
 
 
@@ -56,8 +59,19 @@ def certify(
     timeout: Annotated[float, typer.Option(help="Seconds for --vnnlib.")] = 100.0,
     weights: Weights = None,
     arg: Arguments = None,
-    radii: Annotated[str, typer.Option(help="Radii or fractions, separated by commas.")] = "36/255,72/255,108/255",
-    out: Annotated[Path | None, typer.Option(help="File for the records; an interrupted run goes on from it.")] = None,
+    radii: Annotated[
+        str | None,
+        typer.Option(help="Where accuracies are shown: numbers or fractions; default: --at, or 36/255,72/255,108/255."),
+    ] = None,
+    norm: Annotated[Literal["l2", "linf"], typer.Option(help="Of perturbations.")] = "l2",
+    clip: Annotated[str | None, typer.Option(help="The ends of all numbers of an input, as 0,1; for linf.")] = None,
+    at: Annotated[str | None, typer.Option(help="Decide at these radii alone, which is faster.")] = None,
+    seconds_per_input: Annotated[
+        float | None, typer.Option(help="For each proof, and each attack; the best so far counts.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File for the records; an interrupted run goes on from it.", callback=writable)
+    ] = None,
     method: Annotated[str, typer.Option(help="The composition.")] = "best",
     guarantee: Annotated[Literal["proved", "numerical"], typer.Option(help="Only proved radii certify.")] = "proved",
     attack: Annotated[bool, typer.Option(help="Also search the smallest change of each answer.")] = False,
@@ -73,14 +87,31 @@ def certify(
     split: Annotated[str | None, typer.Option(help="Part of the data; default: the one that is held out.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Take so many inputs from the beginning.")] = None,
     shard: Annotated[str, typer.Option(help="Do part i of N, as 1/4; merge joins the files.")] = "1/1",
-    workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes, default 1; with --cluster at most so many workers.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Run on a Ray cluster: auto, or the address of its head.", metavar="HOST:PORT")
+    ] = None,
+    gpus_per_task: Annotated[
+        float, typer.Option(min=0, help="GPUs of each worker of the cluster; it then computes on cuda.")
+    ] = 0.0,
     device: Annotated[str, typer.Option(help="Where to compute, such as cuda.")] = "cpu",
-    batch: BatchSize = 8,
+    batch: Annotated[
+        str, typer.Option(help="Inputs at once; auto: one on a CPU, on a GPU as many as there is memory for.")
+    ] = "auto",
     resume: Annotated[bool, typer.Option(help="Go on with --out, or begin it anew.")] = True,
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
     data_dir: DataDir = None,
     download: Download = False,
     html: Html = None,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(help="SHARE@RADIUS that must be certified, as 0.95@0.05, or status 1; repeat.", metavar="TARGET"),
+    ] = None,
+    junit: Annotated[
+        Path | None, typer.Option(help="Write the targets as JUnit XML to this file.", callback=writable)
+    ] = None,
     beside: Beside = None,
     as_json: Json = False,
 ) -> None:
@@ -91,11 +122,18 @@ def certify(
         _decide(_classifier(model, weights, arg, download), vnnlib, timeout, out, seed, as_json)
         return
     assert data is not None
-    numbers, part = read_radii(radii), _read_shard(shard)
+    decided = None if at is None else _read_numbers("--at", at)
+    numbers, part = read_radii(radii or at or _RADII), _read_shard(shard)
     moved = None if perturb is None else read_perturbation(perturb)
     if (mean is None) != (std is None):
         raise InputError("one of --mean and --std was given; expected both, or neither")
     normalise = None if mean is None or std is None else (_read_numbers("--mean", mean), _read_numbers("--std", std))
+    if gpus_per_task and cluster is None:
+        raise InputError("--gpus-per-task was given without --cluster; expected both, or --device cuda")
+    executor = None if cluster is None else RayCluster(cluster, workers, gpus_per_task)
+    targets = [_read_target(text) for text in target or ()]
+    if junit is not None and not targets:
+        raise InputError("--junit was given without --target; expected both")
     others = [read(path).run() for path in beside or ()]
     classifier = _classifier(model, weights, arg, download)
     examples = _examples(model, classifier, load(data, split, data_dir), download)
@@ -111,28 +149,52 @@ def certify(
             guarantee=guarantee,
             perturb=moved,
             normalise=normalise,
+            norm=norm,
+            clip=None if clip is None else _read_clip(clip),
+            at=decided,
+            seconds_per_input=seconds_per_input,
             seed=seed,
-            batch=batch,
+            batch=_read_batch(batch),
             workers=workers,
-            device=device,
+            executor=executor,
+            device="cuda" if gpus_per_task else device,
             shard=part,
             limit=limit,
             name=model,
             command=shlex.join(["holdfast", *sys.argv[1:]]),
             progress=told,
+            crew=None if executor is None else told.show_workers,
         )
-    if html is not None and run.records:
-        run.to_html(html, *others)
-    _show("certify", run, as_json, out, html)
+    html = html if run.records else None
+    if html is not None:
+        run.to_html(html, *others, targets=targets)
+    if junit is not None:
+        run.to_junit(junit, *targets)
+    _show("certify", run, as_json, out, html, junit)
+    if run.failures:
+        failed, reason = ranges(list(run.failures)), next(iter(run.failures.values()))
+        typer.echo(
+            f"holdfast: {len(run.failures)} of {told.planned} inputs failed ({failed}), the first of them by {reason}; "
+            "the same command tries them again",
+            err=True,
+        )
+        raise typer.Exit(1)
     if told.done < told.planned:
         rest = "without --out nothing is kept" if out is None else "the same command goes on from there"
         typer.echo(f"holdfast: interrupted; {told.done} of {told.planned} inputs are done; {rest}", err=True)
         raise typer.Exit(INTERRUPTED)
+    missed = [wanted for wanted in targets if not run.meets(wanted)]
+    for wanted in missed:
+        typer.echo(
+            f"holdfast: the target of {wanted} is missed: {100 * run.shown(wanted):.4g} % are certified", err=True
+        )
+    if missed:
+        raise typer.Exit(1)
 
 
 def merge(
     files: Annotated[list[Path], typer.Argument(help="The files of the shards.")],
-    out: Annotated[Path, typer.Option(help="File for the whole run.")],
+    out: Annotated[Path, typer.Option(help="File for the whole run.", callback=writable)],
     html: Html = None,
     beside: Beside = None,
     as_json: Json = False,
@@ -166,7 +228,7 @@ def verify(
     classifier = _classifier(name, weights, arg, download)
     examples = _examples(name, classifier, load(data or header.data, header.split, data_dir), download)
     with telling(file.name) as told:
-        found = certification.verify(
+        verification = certification.verify(
             file,
             classifier,
             examples,
@@ -175,29 +237,29 @@ def verify(
             batch=batch,
             progress=told,
         )
-    emit_json("verify", {"file": str(file), **vars(found)}, stdout=as_json, out=None)
+    emit_json("verify", {"file": str(file), **vars(verification)}, stdout=as_json, out=None)
     if not as_json:
         console = Console()
-        for failure in found.failures:
+        for failure in verification.failures:
             console.print(f"does not hold: {failure}", style="red", soft_wrap=True, markup=False)
-        for line in _verdict(found, name, f"{data or header.data} ({header.split})"):
+        for line in _verdict(verification, name, f"{data or header.data} ({header.split})"):
             console.print(line, soft_wrap=True, markup=False, highlight=False)
-    if not found.sound:
+    if not verification.sound:
         raise typer.Exit(1)
 
 
-def _verdict(found: Verification, model: str, data: str) -> list[str]:
+def _verdict(check: Verification, model: str, data: str) -> list[str]:
     """What was checked, what it stands for, and what it does not."""
     shares = ", ".join(
-        f"{down(100 * share)} % at {r:.6g}" for r, share in zip(found.radii, found.accuracy, strict=True)
+        f"{down(100 * share)} % at {r:.6g}" for r, share in zip(check.radii, check.accuracy, strict=True)
     )
-    drawn = "" if found.seed is None else f", drawn with seed {found.seed} (--seed {found.seed} repeats it)"
-    weaker = f"; {len(found.weaker)} claim less than is proved here" if found.weaker else ""
-    counts = f"{len(found.checked)} records and {found.witnesses} perturbations: {len(found.failures)} failures"
+    drawn = "" if check.seed is None else f", drawn with seed {check.seed} (--seed {check.seed} repeats it)"
+    weaker = f"; {len(check.weaker)} claim less than is proved here" if check.weaker else ""
+    counts = f"{len(check.checked)} records and {check.witnesses} perturbations: {len(check.failures)} failures"
     return [
         counts + drawn + weaker,
-        f"{model} on {data}, the first {found.inputs} of {found.available} inputs: the file claims {shares}",
-        *(f"unchecked: {each}" for each in found.unchecked),
+        f"{model} on {data}, the first {check.inputs} of {check.available} inputs: the file claims {shares}",
+        *(f"unchecked: {words}" for words in check.unchecked),
     ]
 
 
@@ -209,14 +271,14 @@ def _decide(model: nn.Module, vnnlib: Path, timeout: float, out: Path | None, se
     """Says whether the model meets the specification, in the competition's words."""
     if not isinstance(model, OnnxModel):
         raise InputError("--vnnlib was given for a model that is no ONNX file; expected FILE.onnx")
-    found = decide(model, read_specification(vnnlib), timeout=timeout, seed=seed)
+    decision = decide(model, read_specification(vnnlib), timeout=timeout, seed=seed)
     if out is not None:
-        write_text(out, found.to_text())
-    point = {name: None if t is None else t.tolist() for name, t in (("x", found.x), ("y", found.y))}
-    payload = {"vnnlib": str(vnnlib), "verdict": found.verdict, "seconds": found.seconds, **point}
+        write_text(out, decision.to_text())
+    point = {name: None if t is None else t.tolist() for name, t in (("x", decision.x), ("y", decision.y))}
+    payload = {"vnnlib": str(vnnlib), "verdict": decision.verdict, "seconds": decision.seconds, **point}
     emit_json("certify", payload, stdout=as_json, out=None)
     if not as_json:
-        typer.echo(found.to_text() if out is None else f"{found.verdict}\n", nl=False)
+        typer.echo(decision.to_text() if out is None else f"{decision.verdict}\n", nl=False)
         say_written(out)
 
 
@@ -232,11 +294,35 @@ def _read_numbers(option: str, text: str) -> tuple[float, ...]:
         raise InputError(f"{option} is {text!r}; expected numbers or fractions, such as 0.1,36/255") from None
 
 
+def _read_target(text: str) -> Target:
+    share, at, radius = text.partition("@")
+    try:
+        return Target(float(Fraction(share)), float(Fraction(radius)))
+    except (ValueError, ZeroDivisionError, OverflowError) as error:
+        reason = f" ({error})" if at and isinstance(error, InputError) else ""
+        raise InputError(f"--target is {text!r}{reason}; expected SHARE@RADIUS, such as 0.95@0.05") from None
+
+
+def _read_clip(text: str) -> tuple[float, float]:
+    ends = _read_numbers("--clip", text)
+    if len(ends) != 2:
+        raise InputError(f"--clip is {text!r}; expected two numbers, such as 0,1")
+    return ends[0], ends[1]
+
+
+def _read_batch(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise InputError(f"--batch is {text!r}; expected auto, or a number from 1 on")
+    return int(text)
+
+
 def _read_shard(text: str) -> Shard:
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if found is None:
+    parts = re.fullmatch(r"(\d+)/(\d+)", text)
+    if parts is None:
         raise InputError(f"--shard is {text!r}; expected a part and their number, such as 1/4")
-    return Shard(int(found[1]), int(found[2]))
+    return Shard(int(parts[1]), int(parts[2]))
 
 
 def _examples(name: str, model: nn.Module, data: Dataset, download: bool) -> Data:
@@ -249,5 +335,9 @@ def _examples(name: str, model: nn.Module, data: Dataset, download: bool) -> Dat
 def _show(command: str, run: CertificationRun, as_json: bool, *written: Path | None) -> None:
     emit_json(command, run.to_dict() | {"command": command}, stdout=as_json, out=None)
     if not as_json:
-        Console().print(run.table())
+        console = Console()
+        console.print(run.table())
+        for note, count in run.left_out().items():
+            line = f"{count} of {len(run.records)} input{'s' if len(run.records) > 1 else ''}: {note}"
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
         say_written(*written)

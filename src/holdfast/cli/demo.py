@@ -12,14 +12,18 @@ import torch
 import typer
 from rich.console import Console
 
-import holdfast
+from holdfast.analysis.layer import LayerReport, report_layer
 from holdfast.certification import certify, read
-from holdfast.cli.inputs import Json, Subject, demo_subjects
-from holdfast.cli.work import INTERRUPTED, Job, carry_out, emit_json, say_written, telling
+from holdfast.cli.inputs import ChosenLayer, Json, demo_subjects
+from holdfast.cli.work import INTERRUPTED, Job, carry_out, emit_json, say_written
 from holdfast.errors import HoldfastError
 from holdfast.models import load_digits_vit
-from holdfast.report.layer import LayerReport, head_table, plot_layers, report_layer, sensitivity_table
+from holdfast.progress import telling
+from holdfast.report.layer import head_table, plot_layers, sensitivity_table
+from holdfast.report.style import write_figure
 from holdfast.results import CertificationRun
+from holdfast.storage import check_output
+from holdfast.version import __version__
 
 _METHODS = {"best": 1, "lofast": 8}  # and how many digits are treated at once
 _DIGITS = 16
@@ -35,12 +39,13 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the records, the page and the figures.")] = Path("out"),
     inputs: Annotated[int | None, typer.Option(min=1, max=32, help="Test digits; default: 16, for layers 2.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one per core, at most 4.")] = None,
-    layers: Annotated[bool, typer.Option("--layers", help="Analyse the attention layers one by one.")] = False,
+    layers: Annotated[bool, typer.Option("--layers", help="Analyze the attention layers one by one.")] = False,
     as_json: Json = False,
 ) -> None:
     """Certify the bundled digits model: proved radii beside LoFAST's and an attack, as a table, a figure and a page."""
+    check_output(out / "demo.json")
     if layers:
-        _analyse_layers(out, inputs or _LAYER_DIGITS, as_json)
+        _analyze_layers(out, inputs or _LAYER_DIGITS, as_json)
     else:
         _certify_digits(out, inputs or _DIGITS, workers or min(_WORKERS, torch.get_num_threads()), as_json)
 
@@ -78,12 +83,12 @@ def _certify_digits(out: Path, inputs: int, workers: int, as_json: bool) -> None
 def _interrupted(files: Sequence[Path], inputs: int) -> bool:
     """Whether an interrupted demo left something to go on with; a finished one, or another one, begins anew."""
     try:
-        found = [read(file) for file in files if file.exists()]
+        stored = [read(file) for file in files if file.exists()]
     except HoldfastError:
         return False
-    same = all(each.header.settings["holdfast"] == holdfast.__version__ for each in found)
-    same = same and all(len(each.header.indices) == inputs for each in found)
-    return same and not (len(found) == len(files) and all(not each.run().missing for each in found))
+    same = all(part.header.settings["holdfast"] == __version__ for part in stored)
+    same = same and all(len(part.header.indices) == inputs for part in stored)
+    return same and not (len(stored) == len(files) and all(not part.run().missing for part in stored))
 
 
 def _show(runs: Sequence[CertificationRun], files: Sequence[Path], out: Path, as_json: bool) -> None:
@@ -93,15 +98,15 @@ def _show(runs: Sequence[CertificationRun], files: Sequence[Path], out: Path, as
     first, *beside = runs
     pictures = [out / f"demo.{kind}" for kind in ("png", "svg")]
     for picture in pictures:
-        first.plot(*beside).savefig(picture, dpi=150)
+        write_figure(first.plot(*beside), picture, dpi=150)
     first.to_html(out / "demo.html", *beside)
     if not as_json:
         Console().print(first.table(*beside))
         say_written(out / "demo.html", *pictures, out / "demo.json", *files[: len(runs)])
 
 
-def _analyse_layers(out: Path, inputs: int, as_json: bool) -> None:
-    def job(subject: Subject) -> Job[LayerReport]:
+def _analyze_layers(out: Path, inputs: int, as_json: bool) -> None:
+    def job(subject: ChosenLayer) -> Job[LayerReport]:
         return Job(subject.name, lambda: report_layer(subject.name, subject.layer, subject.x, _LAYER_RADII))
 
     jobs = [job(subject) for subject in demo_subjects(inputs)]

@@ -8,11 +8,12 @@ from importlib import metadata, util
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-import holdfast
 from holdfast.cli.inputs import Json
 from holdfast.cli.work import emit_json
+from holdfast.version import __version__
 
 _EXTRAS = {
     "hf": ("transformers", "accelerate"),
@@ -21,6 +22,16 @@ _EXTRAS = {
     "demo": ("sklearn",),
     "data": ("scipy",),
     "cluster": ("ray",),
+    "notebook": ("pandas",),
+}
+_ADDS = {
+    "hf": "models and tokenizers of Hugging Face, training on several devices",
+    "onnx": "ONNX models, specifications of VNN-LIB",
+    "vision": "models of timm, picture files",
+    "demo": "all 1,797 digits; the demo's 32 come with the package",
+    "data": "SVHN",
+    "cluster": "certify on many machines (--cluster)",
+    "notebook": "to_dataframe",
 }
 _DISTRIBUTIONS = {"sklearn": "scikit-learn"}
 
@@ -40,12 +51,14 @@ def doctor(as_json: Json = False) -> None:
     if as_json:
         emit_json("doctor", found, stdout=True, out=None)
         return
-    table = Table("what", "found", title=f"holdfast {holdfast.__version__}")
+    table = Table("what", "found", title=f"holdfast {__version__}")
     for name, value in found.items():
         if isinstance(value, dict):
             for extra, packages in value.items():
                 parts = (f"{package} {version or 'not installed'}" for package, version in packages.items())
                 table.add_row(f"extra {extra}", ", ".join(parts))
+                if None in packages.values():
+                    table.add_row("", escape(f"pip install 'holdfast[{extra}]' adds: {_ADDS[extra]}"))
         else:
             table.add_row(name, ", ".join(value) if isinstance(value, list) else str(value))
     Console().print(table)

@@ -10,9 +10,10 @@ import typer
 from torch import Tensor
 
 from holdfast.attention import AttentionLayer
+from holdfast.data.digits import demo_digits
 from holdfast.errors import InputError
-from holdfast.models import demo_digits, load_digits_vit
-from holdfast.storage import read_tensors
+from holdfast.models import load_digits_vit
+from holdfast.storage import check_output, read_tensors
 
 LayerFile = Annotated[Path | None, typer.Argument(help="A layer in safetensors: w_q, w_k, w_v, w_o, …")]
 InputFile = Annotated[Path | None, typer.Argument(help="Its input in safetensors: a tensor x (…, n, d).")]
@@ -20,25 +21,35 @@ Demo = Annotated[bool, typer.Option("--demo", help="Take a layer of the bundled 
 DemoLayer = Annotated[int, typer.Option(help="Which attention layer of the demo model.")]
 Inputs = Annotated[int, typer.Option(min=1, help="How many inputs of the batch to take, at most.")]
 Eps = Annotated[str, typer.Option(help="Radii, separated by commas.")]
+
+
+def writable(path: Path | None) -> Path | None:
+    """An option's file, refused before the work begins if it could not be written."""
+    if path is not None:
+        check_output(path)
+    return path
+
+
+Html = Annotated[Path | None, typer.Option(help="Write the page to this file.", callback=writable)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
-Out = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")]
+Out = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.", callback=writable)]
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A layer, the inputs (b, n, d) at which it is analysed, and what to call it."""
+class ChosenLayer:
+    """A layer, the inputs (b, n, d) at which it is analyzed, and what to call it."""
 
     name: str
     layer: AttentionLayer
     x: Tensor
 
-    def part(self, start: int, stop: int) -> Subject:
+    def part(self, start: int, stop: int) -> ChosenLayer:
         """The same layer at some of the inputs."""
         layer = self.layer.part(self.x.shape[:1], start, stop)
-        return Subject(self.name, layer, self.x[start:stop])
+        return ChosenLayer(self.name, layer, self.x[start:stop])
 
 
-def read_subject(layer: Path | None, x: Path | None, demo: bool, demo_layer: int, inputs: int) -> Subject:
+def read_subject(layer: Path | None, x: Path | None, demo: bool, demo_layer: int, inputs: int) -> ChosenLayer:
     """The layer and input that the command line names."""
     if demo:
         if layer is not None:
@@ -57,14 +68,14 @@ def read_subject(layer: Path | None, x: Path | None, demo: bool, demo_layer: int
     point = given["x"]
     if point.ndim == 2:
         point = point.unsqueeze(0)
-    subject = Subject(layer.name, AttentionLayer.from_tensors(tensors, source=str(layer)), point.flatten(0, -3))
+    subject = ChosenLayer(layer.name, AttentionLayer.from_tensors(tensors, source=str(layer)), point.flatten(0, -3))
     return subject.part(0, min(inputs, len(subject.x)))
 
 
-def demo_subjects(inputs: int) -> list[Subject]:
+def demo_subjects(inputs: int) -> list[ChosenLayer]:
     """The attention layers of the bundled model, at what enters them for the first test digits."""
     entering = load_digits_vit().attention_inputs(demo_digits().images[:inputs])
-    return [Subject(name, AttentionLayer.from_module(module), x) for name, (module, x) in entering.items()]
+    return [ChosenLayer(name, AttentionLayer.from_module(module), x) for name, (module, x) in entering.items()]
 
 
 def read_eps(text: str) -> list[float]:

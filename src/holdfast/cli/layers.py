@@ -14,6 +14,7 @@ from torch import Tensor
 from holdfast import api
 from holdfast.bounds import bound_named, list_bounds
 from holdfast.cli.inputs import (
+    ChosenLayer,
     Demo,
     DemoLayer,
     Eps,
@@ -22,9 +23,9 @@ from holdfast.cli.inputs import (
     Json,
     LayerFile,
     Out,
-    Subject,
     read_eps,
     read_subject,
+    writable,
 )
 from holdfast.cli.work import Job, carry_out, emit_json, say_written
 from holdfast.errors import InputError
@@ -74,7 +75,9 @@ def bound(
     method: Annotated[list[str] | None, typer.Option(help="A bound's name; repeat for several. Default: best.")] = None,
     guarantee: Annotated[Literal["proved", "numerical"], typer.Option(help="Proved, or faster.")] = "proved",
     memory_limit: Annotated[float, typer.Option(min=0, help="GiB that one proved norm may hold.")] = 8.0,
-    curve: Annotated[Path | None, typer.Option(help="Draw bounds, LoFAST and an attack over eps: PNG and SVG.")] = None,
+    curve: Annotated[
+        Path | None, typer.Option(help="Draw bounds, LoFAST and an attack over eps: PNG and SVG.", callback=writable)
+    ] = None,
     as_json: Json = False,
     out: Out = None,
 ) -> None:
@@ -91,7 +94,7 @@ def bound(
         bound_named(name)
     subject = read_subject(layer, x, demo, demo_layer, inputs)
 
-    def job(name: str, start: int, part: Subject) -> Job[tuple[int, BoundResult]]:
+    def job(name: str, start: int, part: ChosenLayer) -> Job[tuple[int, BoundResult]]:
         def run() -> tuple[int, BoundResult]:
             limit = memory_limit * GIB
             return start, api.bound(part.layer, part.x, radii, name, guarantee=guarantee, memory_limit=limit)
@@ -119,7 +122,7 @@ def bound(
             values.setdefault(result.method, []).append(result.value)
         curves = {name: torch.cat(parts).cpu() for name, parts in values.items()}
         attained = api.attack(subject.layer, subject.x, radii).lower.cpu()
-        figures = plot_panels([Panel(subject.name, radii, curves, attained)], curve)
+        figures = plot_panels([Panel(subject.name, radii, curves, attained)], curve.with_suffix(""))
     if not as_json:
         say_written(out, *figures)
     done.exit(len(jobs))
@@ -143,7 +146,7 @@ def attack(
     radii = read_eps(eps)
     subject = read_subject(layer, x, demo, demo_layer, inputs)
 
-    def job(start: int, part: Subject) -> Job[tuple[int, AttackResult]]:
+    def job(start: int, part: ChosenLayer) -> Job[tuple[int, AttackResult]]:
         def run() -> tuple[int, AttackResult]:
             options = {"restarts": restarts, "steps": steps, "seed": seed}
             return start, api.attack(part.layer, part.x, radii, objective=objective, **options)
@@ -168,7 +171,7 @@ def attack(
     done.exit(len(jobs))
 
 
-def _parts(subject: Subject) -> list[tuple[int, Subject]]:
+def _parts(subject: ChosenLayer) -> list[tuple[int, ChosenLayer]]:
     starts = range(0, len(subject.x), _INPUTS_PER_JOB)
     return [(start, subject.part(start, min(start + _INPUTS_PER_JOB, len(subject.x)))) for start in starts]
 

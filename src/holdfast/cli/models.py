@@ -12,10 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from holdfast.certification import read
-from holdfast.cli.inputs import Json
+from holdfast.cli.inputs import Json, writable
 from holdfast.cli.work import emit_json, say_written
 from holdfast.models import ModelConfig, files, named_configs
-from holdfast.models.shelf import Shelved, put_on_shelf, shelved
+from holdfast.models.card import card
+from holdfast.models.shelf import Shelved, put_on_shelf, read_shelved, shelved
+from holdfast.storage import write_text
 
 app = typer.Typer(help="The models that come with the package.", invoke_without_command=True)
 
@@ -27,7 +29,7 @@ def models(context: typer.Context, as_json: Json = False) -> None:
         return
     configs, shelf = named_configs(), shelved()
     payload = {
-        "shelf": [each.to_dict() for each in shelf],
+        "shelf": [model.to_dict() for model in shelf],
         "configs": {name: asdict(config) for name, config in configs.items()},
     }
     emit_json("models", payload, stdout=as_json, out=None)
@@ -44,10 +46,24 @@ def add(
     as_json: Json = False,
 ) -> None:
     """Put a trained model on the shelf, with what was certified of it."""
-    found = put_on_shelf(name, model, *(read(path).run() for path in certified or ()))
-    emit_json("models add", found.to_dict(), stdout=as_json, out=None)
+    added = put_on_shelf(name, model, *(read(path).run() for path in certified or ()))
+    emit_json("models add", added.to_dict(), stdout=as_json, out=None)
     if not as_json:
-        Console().print(_shelf_table((found,)))
+        Console().print(_shelf_table((added,)))
+
+
+@app.command("card")
+def write_card(
+    name: Annotated[str, typer.Argument(help="A model on the shelf, or the model.safetensors that train wrote.")],
+    out: Annotated[Path | None, typer.Option(help="File for the card, such as README.md.", callback=writable)] = None,
+) -> None:
+    """Write a model card in Markdown: data, recipe, what is proved and what that means, licence."""
+    text = card(read_shelved(name))
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        write_text(out, text)
+        say_written(out)
 
 
 @app.command("halve")
@@ -61,24 +77,27 @@ def halve(
 
 
 def _shelf_table(shelf: tuple[Shelved, ...]) -> Table:
-    table = Table("model", "data", "clean %", "certified %", "content off %", "seed", "trained by", title="shelf")
-    for each in shelf:
-        test = each.training.get("test", {})
+    table = Table("model", "data", "clean", "certified", "content off", title="shelf: accuracies in per cent")
+    for column in (*table.columns[:3], table.columns[4]):
+        column.no_wrap = True
+    for model in shelf:
+        test = model.training.get("test", {})
         off = f"{100 * test['content_off']:.1f}" if "content_off" in test else ""
-        rows = each.certified or (None,)
+        rows = model.certified or (None,)
         for run in rows:
             if run is None:
                 known = ("", f"{100 * test['clean']:.1f}" if "clean" in test else "", "")
             else:
-                shares = ", ".join(f"{100 * share:.1f} at {radius}" for radius, share in run.accuracy.items())
-                known = (run.data, f"{100 * run.clean:.1f}", f"{shares} ({run.guarantee}, {run.inputs} inputs)")
-            table.add_row(each.name, *known, off, each.seed, each.command)
+                shares = "\n".join(f"{100 * share:.1f} at {radius}" for radius, share in run.accuracy.items())
+                known = (run.data, f"{100 * run.clean:.1f}", f"{shares}\n({run.guarantee}, {run.inputs} inputs)")
+            table.add_row(model.name, *known, off)
     return table
 
 
 def _config_table(configs: dict[str, ModelConfig]) -> Table:
     """One row for each file; a grid shows its first and its number."""
     table = Table("config", "input", "width", "depth", "heads", "tokens", "members", title="configs")
+    table.columns[0].overflow = "fold"
     families: dict[str, list[str]] = defaultdict(list)
     for name in configs:
         families[name.split()[0]].append(name)

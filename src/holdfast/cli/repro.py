@@ -1,167 +1,166 @@
-"""`repro`: the tables and figures of the documentation, made again."""
+"""`repro`: the tables and figures of the papers and of the documentation, made again."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from functools import partial
+import inspect
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
+import torch
 import typer
 from rich.console import Console
+from rich.table import Table
 
-from holdfast.cli import images, lofast, smoothness, words
-from holdfast.cli.inputs import Json, read_eps
-from holdfast.cli.work import Job, carry_out, emit_json
-from holdfast.repro import jasmin as jasmin_module
-from holdfast.repro import lofast as lofast_module
-from holdfast.repro import networks as networks_module
-from holdfast.repro import tightness as module
-from holdfast.repro import vit as vit_module
-from holdfast.repro.vit_training import EPOCHS, Initialisation, Recipe, Setting
-from holdfast.results import Guarantee
+from holdfast.cli.inputs import Json
+from holdfast.cli.work import INTERRUPTED, say_written, work_through
+from holdfast.device import check_device
+from holdfast.errors import InputError
+from holdfast.storage import read_toml
+from holdfast.studies import Study, StudyPlan, StudyRun, Workplace, measure_part, studies
+from holdfast.train.tables import from_table, to_table
 
-app = typer.Typer(help="Make the tables and figures of the documentation again.", no_args_is_help=True)
-app.command("smoothness")(smoothness.smoothness)
-app.command("words")(words.words)
-app.command("images")(images.images)
-for study in (lofast_module.FIGURE_2, lofast_module.FIGURE_5):
-    app.command(study.name)(lofast.command_of(study))
+app = typer.Typer(
+    help="Make the tables and figures of the papers and of the documentation again.", invoke_without_command=True
+)
 
 
 @app.callback()
-def _root() -> None:
-    """Keeps the name of the figure a sub-command while there is only one."""
-
-
-@app.command("tightness")
-def tightness(
-    shape: Annotated[str, typer.Option(help="Tokens, width and heads, separated by commas.")] = "64,64,8",
-    seeds: Annotated[int, typer.Option(min=1, help="How many random layers for each regime.")] = 3,
-    eps: Annotated[str, typer.Option(help="Radii, separated by commas.")] = ",".join(map(str, module.RADII)),
-    guarantee: Annotated[Literal["proved", "numerical"], typer.Option(help="Of the bounds.")] = "numerical",
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda.")] = "cpu",
-    out: Annotated[Path, typer.Option(help="Folder for the JSON file and the figure.")] = Path("results"),
+def _root(
+    context: typer.Context,
+    listed: Annotated[bool, typer.Option("--list", help="What there is, and what it takes.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Ratio of every bound to an attack, on random layers from flat to peaked attention."""
-    n, d, h = (int(size) for size in read_eps(shape))
-    radii = read_eps(eps)
-
-    def job(regime: module.Regime, seed: int, kind: Guarantee) -> Job[module.Measurement]:
-        return Job(f"{regime.title}, seed {seed}", lambda: module.measure(regime, seed, radii, kind, device))
-
-    jobs = [job(regime, seed, guarantee) for regime in module.regimes(n, d, h) for seed in range(seeds)]
-    done = carry_out(jobs)
-    stem = out / f"tightness-n{n}-d{d}-h{h}-{guarantee}"
-    payload = {"layers": [measurement.to_dict() for measurement in done.results]}
-    emit_json("repro tightness", payload, stdout=as_json, out=stem.with_suffix(".json"))
-    if done.results:
-        module.plot(done.results, stem)
-    if not as_json:
-        Console().print(*module.tables(done.results), f"Written: {stem}.json, .png, .svg", sep="\n")
-    done.exit(len(jobs))
-
-
-@app.command("jasmin")
-def jasmin(
-    ks: Annotated[str, typer.Option(help="Values of k, separated by commas.")] = "0,2,10",
-    weights: Annotated[str, typer.Option(help="Weights of the penalty, separated by commas.")] = "0.01,0.1,1",
-    seeds: Annotated[int, typer.Option(min=1, help="How many trainings for each.")] = 3,
-    epochs: Annotated[int, typer.Option(min=1, help="Of each training.")] = 60,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Two epochs, one seed, one weight: a try of half a minute.")
-    ] = False,
-    out: Annotated[Path, typer.Option(help="Folder for the JSON file and the figure.")] = Path("results"),
-    as_json: Json = False,
-) -> None:
-    """What the JaSMin penalty does to a small ViT on digits; finished trainings of an earlier run are kept."""
-    chosen = [float(weight) for weight in read_eps(weights)]
-    wanted = jasmin_module.settings(seeds, epochs, [int(k) for k in read_eps(ks)], chosen)
-    if quick:
-        wanted = jasmin_module.settings(1, 2, [int(k) for k in read_eps(ks)], chosen[:1])
-    stem = out / ("jasmin-quick" if quick else "jasmin")
-    path = stem.with_suffix(".json")
-    cells = jasmin_module.finished(path)
-
-    def job(setting: jasmin_module.Setting) -> Job[None]:
-        def run() -> None:
-            cells[setting] = jasmin_module.measure(setting)
-            jasmin_module.write(path, cells.values())
-
-        return Job(f"{setting.title}, seed {setting.seed}", run)
-
-    jobs = [job(setting) for setting in wanted if setting not in cells]
-    done = carry_out(jobs)
-    found = [cells[setting] for setting in wanted if setting in cells]
-    emit_json("repro jasmin", {"cells": [asdict(cell) for cell in found]}, stdout=as_json, out=None)
-    if found:
-        jasmin_module.plot(found, stem)
-    if not as_json:
-        Console().print(*jasmin_module.tables(found), f"Written: {stem}.json, .png, .svg", sep="\n")
-    done.exit(len(jobs))
-
-
-@app.command("networks")
-def networks(
-    layers: Annotated[str, typer.Option(help="Depths, separated by commas.")] = "2,4",
-    weights: Annotated[str, typer.Option(help="Spectral norms of the weights, separated by commas.")] = "0.5,1,1.5,2",
-    seeds: Annotated[int, typer.Option(min=1, help="How many random networks for each.")] = 3,
-    inputs: Annotated[int, typer.Option(min=1, help="How many inputs for each network.")] = 4,
-    guarantee: Annotated[Literal["proved", "numerical"], typer.Option(help="Of the radii.")] = "proved",
-    out: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("results"),
-    as_json: Json = False,
-) -> None:
-    """Certified radius against attack radius on small random networks, for every composition."""
-    depths, norms = [int(depth) for depth in read_eps(layers)], read_eps(weights)
-
-    def job(setting: networks_module.Setting, kind: Guarantee) -> Job[networks_module.Measurement]:
-        return Job(setting.title, lambda: networks_module.measure(setting, inputs, kind))
-
-    jobs = [
-        job(networks_module.Setting(depth, norm, seed), guarantee)
-        for depth in depths
-        for norm in norms
-        for seed in range(seeds)
+    if context.invoked_subcommand is not None:
+        return
+    if not listed:
+        typer.echo(context.get_help())
+        return
+    rows = [
+        {"name": s.name, "title": s.title, "paper": s.paper, "minutes": s.minutes, "memory": s.memory}
+        for s in studies.values()
     ]
-    done = carry_out(jobs)
-    path = out / f"networks-{guarantee}.json"
-    emit_json("repro networks", {"networks": [one.to_dict() for one in done.results]}, stdout=as_json, out=path)
-    if not as_json and done.results:
-        Console().print(networks_module.table(done.results), f"Written: {path}", sep="\n")
-    done.exit(len(jobs))
+    if as_json:
+        typer.echo(json.dumps({"command": "repro --list", "studies": rows}, indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("name", "minutes", "GiB", "paper", "what"):
+        table.add_column(column, justify="right" if column in ("minutes", "GiB") else "left")
+    for row in rows:
+        table.add_row(*(str(row[key]) for key in ("name", "minutes", "memory", "paper", "title")))
+    Console().print(table)
 
 
-@app.command("vit")
-def vit(
-    recipe: Annotated[Recipe, typer.Option(help="How to train: plain, or so that radii can be proved.")] = "plain",
-    layers: Annotated[str, typer.Option(help="Depths, separated by commas.")] = "2,4",
-    digits: Annotated[int, typer.Option(min=1, help="How many test digits to certify for each model.")] = 8,
-    methods: Annotated[str, typer.Option(help="Compositions, separated by commas.")] = "telescoped",
-    init: Annotated[Initialisation, typer.Option(help="Of the weights, with the plain recipe.")] = "huggingface",
-    seed: Annotated[int, typer.Option(help="Of the training.")] = 0,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Of the training: 60 for plain, 100 for lipschitz.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the JSON file and the trained models.")] = Path("results"),
-    as_json: Json = False,
-) -> None:
-    """Proved radius against attack radius on standard ViTs trained on digits; trained models are kept."""
-    names = methods.split(",")
-    length = epochs or EPOCHS[recipe]
-    settings = [Setting(int(depth), recipe, init, seed, length) for depth in read_eps(layers)]
-    trained = carry_out([Job(f"train {one.name}", partial(vit_module.prepare, one, digits, out)) for one in settings])
-    trained.exit(len(settings))
-    # Attacks come last: they take more memory than certificates, whose own use is part of the result.
-    places = [(subject, i) for subject in trained.results for i in range(len(subject.places))]
-    done = carry_out([Job(f"{s.setting.name}, digit {i}", partial(vit_module.certify, s, i, names)) for s, i in places])
-    done.exit(len(places))
-    attacks = carry_out([Job(f"attack {s.setting.name}", partial(vit_module.attack, s)) for s in trained.results])
-    attacks.exit(len(settings))
-    measured = []
-    for subject, nearest in zip(trained.results, attacks.results, strict=True):
-        rows = [row for (owner, _), row in zip(places, done.results, strict=True) if owner is subject]
-        one = vit_module.Measurement(subject.setting, subject.accuracy, subject.training, rows, nearest)
-        measured.append(one)
-    path = out / f"vit-{settings[0].run}.json"
-    emit_json("repro vit", {"models": [one.to_dict() for one in measured]}, stdout=as_json, out=path)
-    if not as_json:
-        Console().print(vit_module.table(measured), f"Written: {path}", sep="\n")
+_PARAMETERS = "A TOML file with values for the options below; what the command line says comes first."
+_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "parameters": (Annotated[Path | None, typer.Option(help=_PARAMETERS)], None),
+    "quick": (Annotated[bool, typer.Option("--quick", help="A try of less than a minute.")], False),
+    "redraw": (Annotated[bool, typer.Option("--redraw", help="Only tables and figures of what is there.")], False),
+    "out": (Annotated[Path, typer.Option(help="Folder for the numbers and the figures.")], Path("results")),
+    "runs": (Annotated[Path, typer.Option(help="Folder for trained models and records.")], Path("runs")),
+    "data_dir": (Annotated[Path | None, typer.Option(help="Folder of the data; default: HOLDFAST_DATA.")], None),
+    "device": (Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")], None),
+    "jobs": (Annotated[int, typer.Option(min=1, help="Parts at once, each in a process with one thread.")], 1),
+    "as_json": (Json, False),
+}
+
+
+def _command(cls: type[Study[Any]]) -> Callable[..., None]:
+    """The command of a study: an option for every parameter, and those that all studies have."""
+    own = {f.name: _option(f, get_type_hints(cls.parameters)[f.name]) for f in fields(cls.parameters)}
+
+    def command(**given: Any) -> None:
+        common = {name: given.pop(name) for name in _OPTIONS}
+        parameters = _read(cls(), given, common["parameters"], common["quick"])
+        device = str(check_device(common["device"] or ("cuda" if torch.cuda.is_available() else "cpu")))
+        line = shlex.join(["holdfast", *sys.argv[1:]])
+        place = Workplace(common["runs"], common["data_dir"], device, line)
+        run = StudyRun(cls.name, parameters, common["out"], place, common["quick"])
+        _carry_out(run, common["jobs"], common["redraw"], common["as_json"])
+
+    kinds = {name: hint for name, (hint, _) in {**own, **_OPTIONS}.items()}
+    command.__annotations__ = kinds | {"return": None}
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+            for name, (hint, default) in {**own, **_OPTIONS}.items()
+        ]
+    )
+    command.__doc__ = f"{cls.title}; what is finished is kept."
+    return command
+
+
+def _option(f: Field[Any], hint: Any) -> tuple[Any, Any]:
+    """How the command line takes a parameter: not given means that the study's own value stands."""
+    if get_origin(hint) in (Union, UnionType):
+        hint = next(kind for kind in get_args(hint) if kind is not type(None))
+    several, shown = get_origin(hint) is tuple, f.default
+    if isinstance(shown, tuple):
+        shown = ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in shown)
+    text = f.metadata["text"] + (" Separated by commas." if several and not f.metadata["argument"] else "")
+    if f.metadata["argument"]:
+        return Annotated[list[str] | None, typer.Argument(help=text, show_default=False)], None
+    default = str(shown) if shown not in (None, "") else False
+    if several:
+        return Annotated[str | None, typer.Option(help=text, show_default=default)], None
+    least = f.metadata["least"] if hint in (int, float) else None
+    return Annotated[hint | None, typer.Option(help=text, show_default=default, min=least)], None
+
+
+def _read(study: Study[Any], given: dict[str, Any], file: Path | None, quick: bool) -> Any:
+    """The parameters: the study's own or those of a try, then a file's, then the command line's."""
+    table = to_table(study.quick() if quick else study.parameters())
+    hints = get_type_hints(study.parameters)
+    if file is not None:
+        table |= read_toml(file, "parameters")
+    for name, value in given.items():
+        if value is None:
+            continue
+        several = get_origin(hints[name]) is tuple
+        items = value.split(",") if several and isinstance(value, str) else value
+        table[name] = [_whole(item, name) for item in items] if hints[name] == tuple[int, ...] else items
+    return from_table(study.parameters, table, f"the parameters of {study.name}")
+
+
+def _whole(item: Any, name: str) -> int:
+    try:
+        return int(item)
+    except ValueError:
+        option = f"--{name.replace('_', '-')}"
+        raise InputError(f"{option} has {item!r}; expected whole numbers separated by commas, such as 0,1,2") from None
+
+
+def _carry_out(run: StudyRun, jobs: int, redraw: bool, as_json: bool) -> None:
+    plan = StudyPlan([]) if redraw else run.plan()
+    if not redraw:
+        run.begin()
+    done = True
+    for stage in plan.stages:
+        work = [(run, part) for part in run.pending(stage)]
+        done = done and work_through(measure_part, work, [part.key for _, part in work], jobs)
+    for reason in plan.left_out:
+        typer.echo(f"holdfast: left out: {reason}", err=True)
+    if run.read():
+        shown = run.show(plan)
+        if as_json:
+            typer.echo(run.numbers.read_text(encoding="utf-8"))
+        else:
+            Console().print(*shown.tables, sep="\n")
+            say_written(*run.written(shown))
+    elif done:
+        advice = "run it without --redraw" if redraw else "the parameters ask for nothing that can be done here"
+        raise InputError(f"{run.stem} has no results to show; {advice}")
+    if not done:
+        total, missing = len(plan.parts), len(run.pending(plan.parts))
+        line = f"interrupted; {total - missing} of {total} parts were finished; the same command goes on"
+        typer.echo(f"holdfast: {line}", err=True)
+        raise typer.Exit(INTERRUPTED)
+
+
+for _name in studies:
+    app.command(_name)(_command(studies[_name]))

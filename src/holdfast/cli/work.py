@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-import holdfast
-from holdfast.repro.processes import Tell, side_by_side
+from holdfast.progress import progress_bar
 from holdfast.storage import write_text
+from holdfast.studies.processes import Tell, side_by_side
+from holdfast.version import __version__
 
 T = TypeVar("T")
 
@@ -45,33 +44,6 @@ class Finished(Generic[T]):
             raise typer.Exit(INTERRUPTED)
 
 
-def progress_bar() -> Progress:
-    """A bar on standard error that leaves no trace, and is silent where that is no terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-class Told:
-    """Moves a progress bar, and remembers how far it is."""
-
-    def __init__(self, bar: Progress, title: str) -> None:
-        self.bar, self._task = bar, bar.add_task(title, total=None)
-        self.done = self.planned = 0
-
-    def __call__(self, done: int, planned: int) -> None:
-        self.done, self.planned = done, planned
-        self.bar.update(self._task, completed=done, total=planned)
-
-
-@contextmanager
-def telling(title: str) -> Iterator[Told]:
-    """A progress bar with the time that is left, for work that tells how far it is."""
-    with progress_bar() as bar:
-        bar.columns = (*bar.columns, TimeRemainingColumn())
-        yield Told(bar, Path(title).name)
-
-
 def carry_out(jobs: Sequence[Job[T]]) -> Finished[T]:
     """Runs the jobs in turn with a progress bar on standard error; Ctrl-C ends the run, not the results."""
     results: list[T] = []
@@ -94,7 +66,7 @@ def work_through(work: Callable[[T, Tell], None], items: Sequence[T], labels: Se
         work: a function of a module that leaves its results in files, and tells how far it is.
         items: what it is called with.
         labels: what the bar calls them.
-        jobs: processes at once, each with one thread; with 1, the work is done here.
+        jobs: how many at once, each with one thread; with 1, the work is done in this process.
     """
     shares = [0.0] * len(items)
     with progress_bar() as bar:
@@ -109,13 +81,7 @@ def work_through(work: Callable[[T, Tell], None], items: Sequence[T], labels: Se
                 bar.console.print(f"finished {labels[index]}", highlight=False, markup=False)
 
         try:
-            if jobs > 1:
-                for index, share in side_by_side(work, items, jobs):
-                    told(index, share)
-            else:
-                for index, item in enumerate(items):
-                    work(item, partial(told, index))
-                    told(index, 1.0)
+            side_by_side(work, items, jobs, told)
         except KeyboardInterrupt:
             return False
     return True
@@ -123,7 +89,7 @@ def work_through(work: Callable[[T, Tell], None], items: Sequence[T], labels: Se
 
 def emit_json(command: str, payload: Mapping[str, object], *, stdout: bool, out: Path | None) -> None:
     """The results as JSON: on standard output, in a file, or both."""
-    text = json.dumps({"command": command, "holdfast": holdfast.__version__, **payload}, indent=2, allow_nan=False)
+    text = json.dumps({"command": command, "holdfast": __version__, **payload}, indent=2, allow_nan=False)
     if out is not None:
         write_text(out, text + "\n")
     if stdout:

@@ -57,7 +57,7 @@ class _PlainUnpickler(pickle.Unpickler):
         return {"array": _Array, "dtype": _Bytes, "type": None}[part]
 
     def persistent_load(self, pid: object) -> NoReturn:
-        """Nothing outside of the file is loaded."""
+        """Nothing outside the file is loaded."""
         raise pickle.UnpicklingError("it refers to something outside")
 
 

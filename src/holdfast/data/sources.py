@@ -62,8 +62,8 @@ def _read_file(path: Path, split: str | None) -> Dataset:
     tensors = read_tensors(path)
     missing = [name for name in ("inputs", "labels") if name not in tensors]
     if missing:
-        found = ", ".join(sorted(tensors)) or "nothing"
-        raise InputError(f"{path}: no tensor named {' or '.join(missing)}; found {found}; a data set needs both")
+        names = ", ".join(sorted(tensors)) or "nothing"
+        raise InputError(f"{path}: no tensor named {' or '.join(missing)}; found {names}; a data set needs both")
     inputs, labels = tensors["inputs"], tensors["labels"].long()
     indices = tensors["indices"].long() if "indices" in tensors else torch.arange(labels.numel())
     if labels.ndim != 1 or indices.shape != labels.shape or inputs.shape[:1] != labels.shape:

@@ -2,7 +2,7 @@
 
 Every path from the input to the output passes certain points. Between two neighbours of these lies one step, or a
 region of branches that end in a sum. A sum of the region's first point and one branch is a residual stage; any other
-region is run as a chain on one row of all numbers that are still needed (`holdfast.network.beside`).
+region is run as a chain on one row of all numbers that are still needed (`holdfast.layers.beside`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from torch import Tensor
 
 from holdfast.graph.fuse import fused, fused_residual
 from holdfast.graph.values import Point
-from holdfast.network.affine import Affine
-from holdfast.network.base import Piece
-from holdfast.network.beside import Part, beside
+from holdfast.layers.beside import Part, beside
+from holdfast.layers.linear.piece import Affine
+from holdfast.layers.piece import Piece
+from holdfast.layers.tokens.selection import Selection
 from holdfast.network.network import Residual
-from holdfast.network.selection import Selection
 
 Stage = Piece | Residual
 
 
 def stages(start: Point, end: Point) -> list[Stage]:
     """The stages that compute `end` from `start`, on which alone it depends."""
-    found = _chain(start, end)
-    return fused(found)
+    return fused(_chain(start, end))
 
 
 def _chain(start: Point, end: Point) -> list[Stage]:
@@ -48,19 +47,19 @@ def _chain(start: Point, end: Point) -> list[Stage]:
 
 def _order(start: Point, end: Point) -> list[Point]:
     """Every point between the two, `start` first, each after what it depends on."""
-    found: list[Point] = []
+    order: list[Point] = []
     seen: set[Point] = set()
     pending: list[tuple[Point, bool]] = [(end, False)]
     while pending:
         point, ready = pending.pop()
         if ready:
-            found.append(point)
+            order.append(point)
         elif point not in seen:
             seen.add(point)
             pending.append((point, True))
             if point is not start and point.step is not None:
                 pending += [(source, False) for source in point.step.sources]
-    return found
+    return order
 
 
 def _gate(start: Point, end: Point, order: Sequence[Point]) -> Point:
@@ -97,7 +96,7 @@ def _terms(first: Point, end: Point) -> list[Point]:
         if point is not first and point.step is not None:
             for source in point.step.sources:
                 users[source] = users.get(source, 0) + 1
-    found: list[Point] = []
+    terms: list[Point] = []
     pending = list(end.step.sources)
     while pending:
         term = pending.pop(0)
@@ -105,8 +104,8 @@ def _terms(first: Point, end: Point) -> list[Point]:
         if inner is not None and inner.join == "add" and not inner.pieces and users[term] == 1:
             pending = [*inner.sources, *pending]
         else:
-            found.append(term)
-    return found
+            terms.append(term)
+    return terms
 
 
 def _wide(first: Point, end: Point) -> list[Stage]:
@@ -119,7 +118,7 @@ def _wide(first: Point, end: Point) -> list[Stage]:
             needed[source] += 1
     size = math.prod(first.shape)
     state: dict[Point, Tensor] = {first: torch.arange(size).reshape(first.shape)}
-    found: list[Stage] = [] if first.shape[0] == 1 else [Selection(torch.arange(size).unsqueeze(0), first.shape)]
+    wide: list[Stage] = [] if first.shape[0] == 1 else [Selection(torch.arange(size).unsqueeze(0), first.shape)]
     for point in order[1:]:
         assert point.step is not None
         sources = [state[source] for source in point.step.sources]
@@ -135,11 +134,11 @@ def _wide(first: Point, end: Point) -> list[Stage]:
             start += count
         for place, piece in enumerate(pieces):
             shape = _output(piece, taken)
-            found.append(beside(piece, Part(taken, waiting if place == 0 else torch.arange(start), shape, size)))
+            wide.append(beside(piece, Part(taken, waiting if place == 0 else torch.arange(start), shape, size)))
             taken = torch.arange(start, start + math.prod(shape)).reshape(shape)
             size = start + math.prod(shape)
         state[point] = taken.reshape(point.shape)
-    return [*found, Selection(state[end], (1, size))]
+    return [*wide, Selection(state[end], (1, size))]
 
 
 def _entered(sources: Sequence[Tensor], join: str | None, pieces: Sequence[Piece]) -> tuple[Tensor, Sequence[Piece]]:

@@ -14,14 +14,16 @@ from holdfast.graph import structure
 from holdfast.graph.assemble import stages
 from holdfast.graph.declared import declared
 from holdfast.graph.entrance import Entrance, find_entrance, first_of
+from holdfast.graph.entries import Value
 from holdfast.graph.equality import Equality, check_as_it_runs, check_equal, float64_copy, float64_inputs
-from holdfast.graph.export import ModelInputs, Program, Walk, export
+from holdfast.graph.export import ModelInputs, Program, export
 from holdfast.graph.perturbation import Perturbation, perturbed
 from holdfast.graph.prune import pruned
-from holdfast.graph.reader import Reader, Value
+from holdfast.graph.reader import Reader
 from holdfast.graph.values import Moving, Point, Term
+from holdfast.graph.walk import Walk
+from holdfast.layers.tokens.normalise import Normalise
 from holdfast.network.network import Head, Network
-from holdfast.network.normalise import Normalise
 
 Encode = Callable[[ModelInputs], Tensor]
 
@@ -33,9 +35,9 @@ class Converted:
 
     Attributes:
         network: computes the model's logits from `encode(inputs)`; perturbations are measured there.
-        encode: a batch of the model's inputs as the network's, float64. An image (b, c, height, width) becomes (b, c,
-            pixels), words become their embeddings (b, n, d) without padding; where a part alone moves, its
-            displacement: zero; for a block, the tokens that enter it.
+        encode: a batch of the model's inputs as the network's, float64 on the CPU; the network computes where its input
+            is. An image (b, c, height, width) becomes (b, c, pixels), words become their embeddings (b, n, d) without
+            padding; where a part alone moves, its displacement: zero; for a block, the tokens that enter it.
         normalise: the piece that normalises images in front of the model, if that is part of the network.
         equality: how well the network and the model agree on the example; None without one.
     """

@@ -31,7 +31,7 @@ class Entrance:
         node: whose value moves: an input, or the embeddings of the words.
         moving: that value as a function of the network's input (n, d).
         kind: "embeddings" for words, "pixels" for images (b, c, height, width); None for other tensors.
-        kept: which tokens are no padding; None where there is none.
+        kept: which tokens are not padding; None where there is none.
         first: the input that was read, by the names of the placeholders.
         frontier: constants that depend on the inputs, other than through what moves.
     """
@@ -69,8 +69,8 @@ class Entrance:
             return False
         if mask is not None and self.kept is not None and not torch.equal(mask, self.kept):
             return False
-        found = self.program.constants(feed, self.frontier)
-        return all(torch.equal(found[node], known) for node, known in self.frontier.items())
+        constants = self.program.constants(feed, self.frontier)
+        return all(torch.equal(constants[node], known) for node, known in self.frontier.items())
 
     def encode(self, inputs: ModelInputs) -> Float64[Tensor, "b n d"]:
         """A batch of inputs as they enter the network."""
@@ -103,7 +103,7 @@ class Entrance:
         return logits[:, self.last_token(logits.shape[1])] if logits.ndim == 3 else logits
 
     def last_token(self, n: int) -> int:
-        """The last token that is no padding."""
+        """The last token that is not padding."""
         if self.kind != "embeddings":
             raise ConversionError(
                 f"{self.program.name} returns logits for each of {n} tokens; expected logits (b, classes)"

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import final
 
 from holdfast.graph.values import Moving
-from holdfast.network.activations import Activation, LeakyRelu, activations
+from holdfast.layers.activation.base import Activation
+from holdfast.layers.activation.functions import LeakyRelu, activations
 
 #: A factor is x, or the name of a function with its argument; a monomial is its factors with their powers, sorted.
 Factor = tuple[str, "Polynomial | None"]
@@ -37,21 +38,21 @@ class Polynomial:
         return cls.of({(): c})
 
     def __add__(self, other: Polynomial) -> Polynomial:
-        found = dict(self.terms)
+        terms = dict(self.terms)
         for monomial, c in other.terms:
-            found[monomial] = found.get(monomial, 0.0) + c
-        return Polynomial.of(found)
+            terms[monomial] = terms.get(monomial, 0.0) + c
+        return Polynomial.of(terms)
 
     def __mul__(self, other: Polynomial) -> Polynomial:
-        found: dict[Monomial, float] = {}
+        terms: dict[Monomial, float] = {}
         for left, c in self.terms:
             for right, d in other.terms:
                 powers = dict(left)
                 for factor, power in right:
                     powers[factor] = powers.get(factor, 0) + power
                 monomial = tuple(sorted(powers.items(), key=repr))
-                found[monomial] = found.get(monomial, 0.0) + c * d
-        return Polynomial.of(found)
+                terms[monomial] = terms.get(monomial, 0.0) + c * d
+        return Polynomial.of(terms)
 
     @property
     def composed(self) -> bool:
@@ -84,7 +85,7 @@ def function(name: str, argument: Polynomial) -> Polynomial:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Entrywise:
+class EntryFormula:
     """A formula in the entries of a tensor."""
 
     value: Moving
@@ -107,9 +108,9 @@ def recognise(formula: Polynomial) -> Recognised | None:
     terms, constant = _split(formula)
     bare = Polynomial.of(dict(terms))
     for phi, known in _known():
-        found = _multiple(bare, known)
-        if found is not None:
-            return Recognised(phi, *found, constant)
+        factors = _multiple(bare, known)
+        if factors is not None:
+            return Recognised(phi, *factors, constant)
     return _logistic(formula) or _leaky(formula)
 
 
@@ -197,17 +198,17 @@ def _function(formula: Polynomial, name: str) -> tuple[float, float, float] | No
     terms, constant = _split(formula)
     if len(terms) != 1 or len(terms[0][0]) != 1:
         return None
-    ((found, argument), power), a = terms[0][0][0], terms[0][1]
+    ((called, argument), power), a = terms[0][0][0], terms[0][1]
     c = _slope(argument)
-    return None if found != name or power != 1 or c is None else (a, c, constant)
+    return None if called != name or power != 1 or c is None else (a, c, constant)
 
 
 def _logistic(formula: Polynomial) -> Recognised | None:
     """A σ(c x) + b = a/2 tanh(c x/2) + a/2 + b; c is halved exactly."""
-    found = _function(formula, "sigmoid")
-    if found is None:
+    coefficients = _function(formula, "sigmoid")
+    if coefficients is None:
         return None
-    a, c, b = found
+    a, c, b = coefficients
     return Recognised(activations["tanh"], c / 2, a / 2, a / 2 + b)
 
 

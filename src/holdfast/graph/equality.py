@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from holdfast.errors import ConversionError, HoldfastError, InputError
 from holdfast.graph.entrance import Entrance, each_of
-from holdfast.graph.export import ModelInputs, arguments, logits_of, reason
+from holdfast.graph.export import CPU, ModelInputs, arguments, logits_of, placed, reason
 from holdfast.graph.onnx import OnnxModel
 from holdfast.network.network import Network
 
@@ -42,37 +42,44 @@ class Equality:
 
 
 def float64_copy(model: nn.Module) -> nn.Module:
-    """The model in float64: the weights keep their values."""
+    """The model in float64 on the CPU: the weights keep their values."""
     computed = {  # weights that hooks compute before each run, which copy.deepcopy refuses
         id(value): value.detach().clone()
         for module in model.modules()
         for value in vars(module).values()
         if isinstance(value, Tensor) and not value.is_leaf
     }
-    return copy.deepcopy(model, computed).double()
+    try:
+        return copy.deepcopy(model, computed).double().cpu()
+    except (RuntimeError, TypeError) as error:
+        raise ConversionError(
+            f"{type(model).__name__} cannot be copied ({str(error).split('.')[0]}); a hook or an attribute may keep "
+            "tensors of an earlier run: remove it, or keep tensor.detach() there"
+        ) from None
 
 
 def float64_inputs(inputs: ModelInputs) -> ModelInputs:
-    """The inputs, with float64 in the place of other floating-point numbers."""
+    """The inputs on the CPU, with float64 in the place of other floating-point numbers."""
     if not isinstance(inputs, Tensor | Mapping | tuple):
         raise InputError(
             f"inputs are a {type(inputs).__name__}; expected a batch of inputs as one tensor, or keyword arguments "
             "such as a tokenizer returns"
         )
-    return _floats(inputs, lambda t: t.double())
+    doubled: ModelInputs = placed(_floats(inputs, lambda t: t.double()))
+    return doubled
 
 
 def _floats(inputs: ModelInputs, change: Callable[[Tensor], Tensor]) -> ModelInputs:
     """The inputs with each of their float tensors changed."""
 
-    def each(value: Any) -> Any:
+    def changed(value: Any) -> Any:
         return change(value) if _is_float(value) else value
 
     if isinstance(inputs, Tensor):
         return change(inputs) if inputs.is_floating_point() else inputs
     if isinstance(inputs, Mapping):
-        return {name: each(value) for name, value in inputs.items()}
-    return tuple(each(value) for value in inputs)
+        return {name: changed(value) for name, value in inputs.items()}
+    return tuple(changed(value) for value in inputs)
 
 
 def _is_float(value: Any) -> bool:
@@ -156,12 +163,14 @@ def check_as_it_runs(
     encode: Callable[[ModelInputs], Tensor],
     model_inputs: Callable[[ModelInputs], ModelInputs],
 ) -> None:
-    """Compares a network with the model itself: in its own dtype, and with gradients recorded as for an attack."""
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float64)
+    """Compares a network with the model itself: in its own dtype, where it is, with gradients as for an attack."""
+    weights = (p for p in model.parameters() if p.is_floating_point())
+    dtype, device = next(((p.dtype, p.device) for p in weights), (torch.float64, CPU))
     one = each_of(inputs)[0]
     with torch.enable_grad():
-        taken = _floats(model_inputs(one), lambda t: t.to(dtype).detach().requires_grad_())
-        logits = model_logits(model, taken).detach().double()
+        given = placed(model_inputs(one), device)
+        taken = _floats(given, lambda t: t.to(dtype).detach().requires_grad_())
+        logits = model_logits(model, taken).detach().cpu().double()
     answer = logits if entrance is None else entrance.answer(logits)
     what = f"the model in {dtype} with gradients"
     compare(network, encode(one), answer, math.sqrt(torch.finfo(dtype).eps), what)
@@ -177,8 +186,8 @@ def _in_company(one: ModelInputs) -> ModelInputs:
         return torch.cat([value, 2 * other if value.is_floating_point() else other])
 
     if isinstance(one, Tensor):
-        found: Tensor = beside(one)
-        return found
+        pair: Tensor = beside(one)
+        return pair
     if isinstance(one, Mapping):
         return {name: beside(value) for name, value in one.items()}
     return tuple(beside(value) for value in one)
@@ -222,12 +231,12 @@ def compare(
         ConversionError: it is larger than `most`; the message says that the network is not `what`.
     """
     with torch.no_grad():
-        found = network(x)
-    if found.shape != logits.shape:
+        returned = network(x)
+    if returned.shape != logits.shape:
         raise ConversionError(
-            f"{network.name}: the network returns logits {tuple(found.shape)}, the model {tuple(logits.shape)}"
+            f"{network.name}: the network returns logits {tuple(returned.shape)}, the model {tuple(logits.shape)}"
         )
-    apart, size = float((found - logits).abs().max()), float(logits.abs().max())
+    apart, size = float((returned - logits).abs().max()), float(logits.abs().max())
     if not apart <= most * max(size, 1e-300):
         raise ConversionError(
             f"{network.name}: the network is not {what}: logits differ by up to {apart:.2g}, the largest is "

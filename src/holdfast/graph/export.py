@@ -18,7 +18,6 @@ from torch.export.graph_signature import InputKind
 
 from holdfast.errors import ConversionError, InputError
 from holdfast.graph.operators import OPERATORS
-from holdfast.graph.reader import Reader, Value
 
 #: One tensor; keyword arguments, such as a tokenizer returns; or positional arguments.
 ModelInputs = Tensor | Mapping[str, Any] | tuple[Any, ...]
@@ -27,6 +26,21 @@ ModelInputs = Tensor | Mapping[str, Any] | tuple[Any, ...]
 Environment = dict[fx.Node, Any]
 
 _HERE = str(Path(__file__).parent)
+
+
+#: Where graphs are read, wherever the model runs.
+CPU = torch.device("cpu")
+
+
+def placed(value: Any, device: torch.device = CPU) -> Any:
+    """The same with its tensors on a device, and that in the place of any other device."""
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device)
+        return device if isinstance(leaf, torch.device) else leaf
+
+    return torch.utils._pytree.tree_map(moved, value)
 
 
 def arguments(inputs: ModelInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -94,16 +108,16 @@ class Program:
     def arguments(self, node: fx.Node, feed: Mapping[str, Tensor]) -> tuple[Any, ...]:
         """What a node gets, where that does not depend on what moves."""
         values = self.constants(feed, node.all_input_nodes)
-        found: tuple[Any, ...] = fx.node.map_arg(node.args, values.__getitem__)
-        return found
+        resolved: tuple[Any, ...] = fx.node.map_arg(node.args, values.__getitem__)
+        return resolved
 
     def dependent(self) -> set[fx.Node]:
         """Every node that depends on the model's inputs."""
-        found: set[fx.Node] = set()
+        dependent: set[fx.Node] = set()
         for node in self.nodes:
-            if node.name in self.inputs or any(source in found for source in node.all_input_nodes):
-                found.add(node)
-        return found
+            if node.name in self.inputs or any(source in dependent for source in node.all_input_nodes):
+                dependent.add(node)
+        return dependent
 
     def casts(self, moving: fx.Node) -> bool:
         """Whether something behind the node is computed in a smaller float than float64."""
@@ -203,13 +217,13 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
 
 def _needed(end: fx.Node) -> set[fx.Node]:
     """Inputs, weights, and all nodes that what is returned depends on."""
-    found, pending = {n for n in end.graph.nodes if n.op == "placeholder"}, list(end.all_input_nodes)
+    needed, pending = {n for n in end.graph.nodes if n.op == "placeholder"}, list(end.all_input_nodes)
     while pending:
         node = pending.pop()
-        if node not in found:
-            found.add(node)
+        if node not in needed:
+            needed.add(node)
             pending += node.all_input_nodes
-    return found
+    return needed
 
 
 def _readable(exported: Any) -> bool:
@@ -233,14 +247,14 @@ def _readable(exported: Any) -> bool:
 
 def _attributes(model: nn.Module) -> dict[str, Any]:
     """What modules remember in plain Python values, and the lengths of their collections."""
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, int | float | str | None):
-                found[f"{path}.{name}".strip(".")] = value
+                attributes[f"{path}.{name}".strip(".")] = value
             elif isinstance(value, list | tuple | dict | set) and not name.startswith("_"):
-                found[f"{path}.{name}".strip(".")] = len(value)
-    return found
+                attributes[f"{path}.{name}".strip(".")] = len(value)
+    return attributes
 
 
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}  # random in training alone
@@ -345,18 +359,15 @@ class _Answering(nn.Module):
 
 def logits_of(returned: Any, name: str) -> Tensor:
     """The one tensor that a model returned, or its `logits`."""
-    found = returned
+    logits = returned
     if not isinstance(returned, Tensor):
-        found = returned.get("logits") if isinstance(returned, Mapping) else getattr(returned, "logits", None)
+        logits = returned.get("logits") if isinstance(returned, Mapping) else getattr(returned, "logits", None)
     if isinstance(returned, tuple | list) and len(returned) == 1:
-        found = returned[0]
-    if not isinstance(found, Tensor) or found.ndim not in (2, 3):
-        shown = tuple(found.shape) if isinstance(found, Tensor) else type(returned).__name__
+        logits = returned[0]
+    if not isinstance(logits, Tensor) or logits.ndim not in (2, 3):
+        shown = tuple(logits.shape) if isinstance(logits, Tensor) else type(returned).__name__
         raise ConversionError(f"{name} returned {shown}; expected a classifier with logits (b, classes)")
-    return found
-
-
-# -- reading
+    return logits
 
 
 @final
@@ -377,69 +388,6 @@ class Where:
         return f"{place}: operator {self.operator!r}" + (f" ({self.line})" if self.line else "")
 
 
-@final
-class Walk:
-    """Reads a program: constants are computed, what moves is followed.
-
-    Args:
-        program: the operators.
-        feed: the model's inputs by name.
-        reader: reads operators on what moves.
-    """
-
-    def __init__(self, program: Program, feed: Mapping[str, Tensor], reader: Reader) -> None:
-        self._program, self._feed, self._reader = program, feed, reader
-        self.values: Environment = {}
-        self.frontier: dict[fx.Node, Tensor] = {}  # constants that depend on the inputs and meet what moves
-
-    def run(self, moving: Mapping[fx.Node, Value]) -> Value:
-        """The logits as a function of the given nodes, which move."""
-        depends = self._program.dependent()
-        for node in self._program.nodes:
-            if node in moving:
-                self.values[node] = moving[node]
-                continue
-            if not any(_moves(leaf) for source in node.all_input_nodes for leaf in _leaves(self.values[source])):
-                self.values[node] = self._program.evaluate(node, self._feed, self.values, lifted=False)
-                continue
-            args, kwargs = looked_up(node, self.values)
-            for source in node.all_input_nodes:
-                if source in depends and isinstance(self.values[source], Tensor):
-                    self.frontier[source] = self.values[source]
-            value = self._read(node, args, kwargs)
-            _check_rounding(node, value)
-            self.values[node] = self._reader.settled(value) if _is_stream(node, depends) else value
-        found: Value = self.values[self._program.output]
-        return found
-
-    def _read(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = _name(node.target)
-        where = Where(node)
-        if name not in OPERATORS:
-            raise ConversionError(f"{where} is not known; expected one of those in the guide to your own model")
-        try:
-            return OPERATORS[name](self._reader, node.target, *args, **kwargs)
-        except ConversionError as error:
-            raise type(error)(f"{where} {error}") from error
-        except Exception as error:  # an option or a shape that no piece has
-            raise ConversionError(f"{where} is used in a way that is not known ({reason(error)})") from error
-
-
-def _is_stream(node: fx.Node, depends: set[fx.Node]) -> bool:
-    """Whether a sum adds something to the node's value that may be a branch from it."""
-    sums = [n for n in node.users if _name(n.target) == "add" and all(m in depends for m in n.all_input_nodes)]
-    return len(node.users) > 1 and any(len(n.all_input_nodes) == 2 for n in sums)
-
-
-def _check_rounding(node: fx.Node, value: Any) -> None:
-    """Refuses what moves in other numbers than float32 and float64: a step's rounding must be too small to matter."""
-    for leaf, known in zip(_leaves(value), _leaves(node.meta.get("val")), strict=False):
-        if _moves(leaf) and isinstance(known, Tensor) and known.dtype not in (torch.float32, torch.float64):
-            raise ConversionError(
-                f"{Where(node)} turns something that moves into {known.dtype}; use float32 or float64"
-            )
-
-
 def looked_up(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A node's arguments, with values in the place of nodes."""
     args: Any = fx.node.map_arg(node.args, values.__getitem__)
@@ -452,11 +400,3 @@ def _lifted(value: Any) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.double()
     return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
-
-
-def _leaves(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, tuple | list) else [value]
-
-
-def _moves(value: object) -> bool:
-    return isinstance(value, Value) and not isinstance(value, Tensor)

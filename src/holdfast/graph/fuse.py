@@ -11,32 +11,32 @@ import torch
 from torch import Tensor
 
 from holdfast.attention import AttentionLayer
-from holdfast.network.activations import SmoothActivation
-from holdfast.network.affine import Affine
-from holdfast.network.attention import Attention
-from holdfast.network.base import Piece
-from holdfast.network.embedding import AddPositions
-from holdfast.network.entries import KinkedEntries, SmoothEntries
-from holdfast.network.mlp import KinkedMlp, Mlp
+from holdfast.layers.activation.base import SmoothActivation
+from holdfast.layers.activation.piece import KinkedEntries, SmoothEntries
+from holdfast.layers.attention.piece import Attention
+from holdfast.layers.linear.piece import Affine
+from holdfast.layers.norm.piece import LayerNorm, RMSNorm
+from holdfast.layers.perceptron.piece import KinkedMlp, Mlp
+from holdfast.layers.piece import Piece
+from holdfast.layers.tokens.embedding import AddPositions
+from holdfast.layers.tokens.pooling import TokenMean
+from holdfast.layers.tokens.selection import Scale, Selection
 from holdfast.network.network import Residual
-from holdfast.network.norms import LayerNorm, RMSNorm
-from holdfast.network.pooling import MeanPool
-from holdfast.network.selection import Scale, Selection
 
-_WIDE = 1024  # an activation without a map beside it gets an identity up to so many channels
+_WIDE = 1024  # an activation without a map beside it gets an identity up to this many channels
 
 
 def fused(stages: Sequence[Piece | Residual]) -> list[Piece | Residual]:
     """The stages with neighbouring pieces joined."""
-    found: list[Piece | Residual] = []
+    joined: list[Piece | Residual] = []
     run: list[Piece] = []
     for stage in stages:
         if isinstance(stage, Residual):
-            found += [*_fused(run), stage]
+            joined += [*_fused(run), stage]
             run = []
         else:
             run.append(stage)
-    return [*found, *_fused(run)]
+    return [*joined, *_fused(run)]
 
 
 def fused_residual(pieces: Sequence[Piece]) -> Piece | Residual:
@@ -52,12 +52,12 @@ def fused_residual(pieces: Sequence[Piece]) -> Piece | Residual:
 
 
 def _fused(pieces: Sequence[Piece]) -> list[Piece]:
-    found: list[Piece] = []
+    joined: list[Piece] = []
     for piece in pieces:
-        found.append(piece)
-        while len(found) > 1 and (joint := _joint(found[-2], found[-1])) is not None:
-            found[-2:] = [joint]
-    return _perceptrons(found)
+        joined.append(piece)
+        while len(joined) > 1 and (joint := _joint(joined[-2], joined[-1])) is not None:
+            joined[-2:] = [joint]
+    return _perceptrons(joined)
 
 
 def _joint(a: Piece, b: Piece) -> Piece | None:
@@ -76,9 +76,9 @@ def _joint(a: Piece, b: Piece) -> Piece | None:
             return RMSNorm(b.factors, a.kappa)
         case LayerNorm(), AddPositions() if b.c.ndim == 1 and not bool(a.beta.any()):
             return LayerNorm(a.gamma, b.c, a.kappa)
-        case Selection(), MeanPool() if b.skip == 0:
+        case Selection(), TokenMean() if b.skip == 0:
             skipped = _skipped(a)
-            return None if skipped is None else MeanPool(a.shape[0], skipped)
+            return None if skipped is None else TokenMean(a.shape[0], skipped)
         case Selection(), Selection():
             chosen = a.index.flatten()[b.index.clamp(min=0)]
             return Selection(torch.where(b.index < 0, -1, chosen), a.shape)
@@ -95,25 +95,25 @@ def _skipped(a: Selection) -> int | None:
 
 def _perceptrons(pieces: Sequence[Piece]) -> list[Piece]:
     """Activations with the maps around them as MLPs."""
-    found: list[Piece] = []
+    joined: list[Piece] = []
     rest = list(pieces)
     while rest:
         piece = rest.pop(0)
         if not isinstance(piece, SmoothEntries | KinkedEntries) or not bool(piece.active.all()):
-            found.append(piece)
+            joined.append(piece)
             continue
         width = len(piece.active)
-        before = found.pop() if found and isinstance(found[-1], Affine) else None
+        before = joined.pop() if joined and isinstance(joined[-1], Affine) else None
         after = rest.pop(0) if rest and isinstance(rest[0], Affine) else None
         if before is None and after is None and width > _WIDE:
-            found.append(piece)
+            joined.append(piece)
             continue
         eye, zero = torch.eye(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64)
         w1, b1 = (eye, zero) if before is None else _affine(before)
         w2, b2 = (eye, zero) if after is None else _affine(after)
         kind = Mlp if isinstance(piece.phi, SmoothActivation) else KinkedMlp
-        found.append(kind(w1, b1, piece.phi, w2, b2))
-    return found
+        joined.append(kind(w1, b1, piece.phi, w2, b2))
+    return joined
 
 
 def _affine(piece: Piece) -> tuple[Tensor, Tensor]:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.errors import ConversionError, InputError
+from holdfast.extras import available, require
 from holdfast.graph.onnx_operators import OPERATORS, Array, Call, Value
 from holdfast.storage import Pathlike
-from holdfast.tracing.extras import available, require
 
 #: The operator sets that are read; before it, operators broadcast in ways of their own.
 _OLDEST = 7
@@ -92,7 +92,7 @@ class OnnxModel(nn.Module):
             if node.domain not in _DOMAINS:
                 raise ConversionError(f"{_where(node)} is of the domain {node.domain!r}; expected standard operators")
             if node.op_type in _RANDOM:
-                raise ConversionError(f"{_where(node)} is random; a certificate is about a model that is not")
+                raise ConversionError(f"{_where(node)} draws at random; a certificate needs one formula for all runs")
             if any(a.HasField("g") or a.graphs for a in node.attribute):
                 raise ConversionError(f"{_where(node)} chooses or repeats a graph of its own; expected one graph")
             if node.op_type in _LOOK_AT_SHAPES or not behind.intersection(node.input):
@@ -184,8 +184,8 @@ class OnnxModel(nn.Module):
             inputs: what the model was called with.
             logits: what it returned.
         """
-        found = self.executed(inputs).double()
-        apart, size = float((found - logits).abs().max()), float(found.abs().max())
+        expected = self.executed(inputs).double()
+        apart, size = float((expected - logits).abs().max()), float(expected.abs().max())
         if not apart <= SINGLE * size:
             raise ConversionError(
                 f"{self.name}: logits differ from those of the file, executed by {_executor()}, by {apart:.2g}; the "
@@ -206,11 +206,11 @@ class OnnxModel(nn.Module):
         feed = {name: x.astype(types[name]) for name, x in zip(self._inputs, given, strict=True)}
         try:
             session = _session(self._file) if _executor() == "onnxruntime" else _reference(proto)
-            (found,) = session.run([self._output], feed)
+            (logits,) = session.run([self._output], feed)
         except Exception as error:  # whatever the other program raises
             reason = " ".join(str(error).split())[:200]
             raise ConversionError(f"{_executor()} cannot execute {self.name}: {reason}") from error
-        return np.asarray(found)
+        return np.asarray(logits)
 
 
 @final
@@ -230,10 +230,10 @@ class _Step(nn.Module):
         outputs = sum(1 for name in self.outputs if name)
         call = Call(self.operator, self._opset, self._attributes, outputs, self.inputs, given, to_tensor)
         try:
-            found = OPERATORS[self.operator](call)
+            results = OPERATORS[self.operator](call)
         except ConversionError as error:
             raise ConversionError(f"{self._where} {error}") from error
-        return found if isinstance(found, tuple) else (found,)
+        return results if isinstance(results, tuple) else (results,)
 
     def computed(self, given: Sequence[Value | None]) -> dict[str, Array]:
         """The results by name, where all inputs are known."""
@@ -269,12 +269,12 @@ def _where(node: Any) -> str:
 
 def _needed(nodes: Sequence[Any], output: str) -> list[Any]:
     """The nodes on which the output depends, in order."""
-    wanted, found = {output}, []
+    wanted, needed = {output}, []
     for node in reversed(nodes):
         if wanted.intersection(node.output):
             wanted.update(node.input)
-            found.append(node)
-    return found[::-1]
+            needed.append(node)
+    return needed[::-1]
 
 
 def _names(nodes: Sequence[Any]) -> list[str]:
@@ -298,10 +298,10 @@ def _computed(node: Any, known: Mapping[str, Any], opset: int) -> dict[str, Arra
     graph = onnx.helper.make_graph([node], "one node", inputs, outputs)
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)])
     try:
-        found = _reference(model).run(None, {value.name: known[value.name] for value in inputs})
+        arrays = _reference(model).run(None, {value.name: known[value.name] for value in inputs})
     except Exception as error:  # whatever the reference implementation raises
         raise ConversionError(f"{_where(node)} cannot be computed: {' '.join(str(error).split())[:200]}") from error
-    return {value.name: np.asarray(array) for value, array in zip(outputs, found, strict=True)}
+    return {value.name: np.asarray(array) for value, array in zip(outputs, arrays, strict=True)}
 
 
 def _reference(proto: Any) -> Any:

@@ -257,8 +257,8 @@ def _split(call: Call) -> tuple[Tensor, ...]:
     x, axis = call.tensor(0), int(call.get("axis", 0))
     sizes = call.option("split", 1, None)
     if sizes is None:
-        each = -(-x.shape[axis] // int(call.get("num_outputs", call.outputs)))
-        return torch.split(x, each, axis)
+        size = -(-x.shape[axis] // int(call.get("num_outputs", call.outputs)))
+        return torch.split(x, size, axis)
     return torch.split(x, sizes, axis)
 
 

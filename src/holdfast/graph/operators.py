@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from holdfast.graph.entries import Value, refuse
 from holdfast.graph.entrywise import FUNCTIONS, Polynomial, X, function
-from holdfast.graph.reader import Reader, Value, refuse
+from holdfast.graph.reader import Reader
 
 Operator = Callable[..., Any]
 
@@ -134,8 +135,8 @@ def _nothing(reader: Reader, target: Any, *args: Any, **kwargs: Any) -> None:
 @_operator("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
 def _filled(reader: Reader, target: Any, x: Value, *args: Any, **kwargs: Any) -> Tensor:
     """A constant that takes only shape and dtype from what moves."""
-    found: Tensor = target(torch.zeros(_shape(x), dtype=torch.float64), *args, **kwargs)
-    return found
+    constant: Tensor = target(torch.zeros(_shape(x), dtype=torch.float64), *args, **kwargs)
+    return constant
 
 
 # -- sums and products
@@ -318,8 +319,8 @@ def _convolution(reader: Reader, target: Any, x: Value, weight: Value, bias: Val
                  dilation: Any, transposed: bool, output_padding: Any, groups: int) -> Value:  # fmt: skip
     if transposed:
         refuse("is a transposed convolution")
-    found: Value = _conv(reader, target, x, weight, bias, stride, padding, dilation, groups)
-    return found
+    output: Value = _conv(reader, target, x, weight, bias, stride, padding, dilation, groups)
+    return output
 
 
 @_operator("avg_pool2d")
@@ -347,15 +348,15 @@ def _adaptive(reader: Reader, target: Any, x: Value, size: Any) -> Value:
 @_operator("layer_norm", "native_layer_norm")
 def _layer_norm(reader: Reader, target: Any, x: Value, shape: Sequence[int], weight: Tensor | None = None,
                 bias: Tensor | None = None, eps: float = 1e-5, cudnn: bool = False) -> Any:  # fmt: skip
-    found = reader.layer_norm(x, math.prod(shape), weight, bias, eps)
-    return (found,) if target._schema.name.endswith("native_layer_norm") else found
+    output = reader.layer_norm(x, math.prod(shape), weight, bias, eps)
+    return (output,) if target._schema.name.endswith("native_layer_norm") else output
 
 
 @_operator("rms_norm", "_fused_rms_norm")
 def _rms_norm(reader: Reader, target: Any, x: Value, shape: Sequence[int], weight: Tensor | None = None,
               eps: float | None = None) -> Any:  # fmt: skip
-    found = reader.rms_norm(x, math.prod(shape), weight, eps)
-    return (found,) if target._schema.name.endswith("_fused_rms_norm") else found
+    output = reader.rms_norm(x, math.prod(shape), weight, eps)
+    return (output,) if target._schema.name.endswith("_fused_rms_norm") else output
 
 
 @_operator("group_norm")
@@ -412,6 +413,20 @@ def _by_statistics(
 @_operator("softmax", "_softmax", "_safe_softmax")
 def _softmax(reader: Reader, target: Any, x: Value, dim: int, *rest: Any, **kwargs: Any) -> Value:
     return reader.softmax(x, dim)
+
+
+@_operator("amax")
+def _amax(reader: Reader, target: Any, x: Value, dims: Any = (), keepdim: bool = False) -> Value:
+    if isinstance(dims, int) or len(dims) == 1:
+        return reader.maximum(x, dims if isinstance(dims, int) else dims[0], keepdim)
+    refuse("takes a maximum over several dimensions")
+
+
+@_operator("max")
+def _max(reader: Reader, target: Any, x: Value, dim: Any = None, keepdim: bool = False) -> Any:
+    if not isinstance(dim, int):
+        refuse("takes a maximum of everything, or of two tensors")
+    return (reader.maximum(x, dim, keepdim),)
 
 
 @_operator("scaled_dot_product_attention")

@@ -17,18 +17,18 @@ from torch import Tensor
 from holdfast.errors import InputError
 from holdfast.graph.entrance import Kind
 from holdfast.graph.export import ModelInputs
+from holdfast.layers.attention.piece import Attention
+from holdfast.layers.linear.piece import Affine
+from holdfast.layers.piece import Piece
+from holdfast.layers.tokens.embedding import AddPositions, Place
+from holdfast.layers.tokens.selection import Selection
 from holdfast.linalg import Ball
 from holdfast.linalg.rounding import frobenius
-from holdfast.network.affine import Affine
-from holdfast.network.attention import Attention
-from holdfast.network.base import Piece
-from holdfast.network.embedding import AddPositions, Place
 from holdfast.network.network import Network, Residual, run
-from holdfast.network.selection import Selection
 from holdfast.storage import read_tensors
 
 #: What moves. "pixels" and "embeddings": all of the input. ("word", i) and ("words", [i, j]): some words, by their
-#: places among those that are no padding. ("layer", k): the input of a block, from 0 on. ("patch", (top, left, height,
+#: places among those that are not padding. ("layer", k): the input of a block, from 0 on. ("patch", (top, left, height,
 #: width)) and ("patches", […]): rectangles of pixels in all channels. ("mask", m): the entries where the bool tensor m,
 #: of the input's shape, is True. ("directions", D): sums of the tensors D (k, …input). "brightness", "contrast" and
 #: "colour": all pixels alike, the image against its mean, and each channel by itself.
@@ -117,7 +117,12 @@ def _words(network: Network, kind: Kind | None, encode: Encode, x: Tensor, pertu
             f"perturb is {perturb!r}; the example has words 0 to {x.shape[-2] - 1}, each may be named once"
         )
     start = torch.zeros_like(x[:, : len(places)])
-    return Moved(network.before(Place(x, places)), _displacement(encode, x, start))
+    return Moved(network.before(Place(_single(x), places)), _displacement(encode, x, start))
+
+
+def _single(x: Float64[Tensor, "b n d"]) -> Float64[Tensor, "*b n d"]:
+    """One input without its batch: a network around it then takes points (n, d) as well as batches of them."""
+    return x[0] if len(x) == 1 else x
 
 
 def _displacement(encode: Encode, x: Tensor, zero: Tensor) -> Encode:
@@ -171,15 +176,15 @@ def _chosen(x: Float64[Tensor, "b n d"], example: ModelInputs, name: str, given:
     """Some entries move."""
     if name == "mask":
         if not isinstance(given, Tensor) or given.dtype != torch.bool or given.numel() != x[0].numel():
-            found = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-            raise InputError(f"the mask is {found}; expected a bool tensor of the shape of one input")
+            received = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+            raise InputError(f"the mask is {received}; expected a bool tensor of the shape of one input")
         chosen = given.flatten()
     else:
         chosen = _rectangles(example, [given] if name == "patch" else given).flatten()
     if not bool(chosen.any()):
         raise InputError(f"perturb is {name!r} without a single entry; expected at least one that moves")
     index = torch.where(chosen, chosen.cumsum(0) - 1, -1).reshape(x.shape[1:])
-    return [Selection(index, (1, int(chosen.sum()))), AddPositions(x)]
+    return [Selection(index, (1, int(chosen.sum()))), AddPositions(_single(x))]
 
 
 def _rectangles(example: ModelInputs, patches: Any) -> Tensor:
@@ -211,14 +216,14 @@ def _basis(x: Float64[Tensor, "b n d"], example: ModelInputs, name: str, given: 
         raise InputError("'contrast' moves each image in a direction of its own; convert one input at a time")
     if name == "directions":
         if not isinstance(given, Tensor) or given.ndim < 2 or given[0].numel() != x[0].numel():
-            found = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
-            raise InputError(f"the directions are {found}; expected a tensor (k, …) of {x[0].numel()} numbers each")
+            received = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+            raise InputError(f"the directions are {received}; expected a tensor (k, …) of {x[0].numel()} numbers each")
         rows = given.detach().double().flatten(1)
     else:
         rows = _ready(_image(example).double(), name)
     Q = orthonormal(rows)
     n, d = x.shape[1:]
-    return [Affine(Q), Selection(torch.arange(n * d).reshape(n, d), (1, n * d)), AddPositions(x)]
+    return [Affine(Q), Selection(torch.arange(n * d).reshape(n, d), (1, n * d)), AddPositions(_single(x))]
 
 
 def _ready(image: Tensor, name: str) -> Tensor:
@@ -228,8 +233,8 @@ def _ready(image: Tensor, name: str) -> Tensor:
     if name == "contrast":
         return (image[0] - image[0].mean()).reshape(1, -1)
     channels = one.shape[0] if one.ndim == 3 else 1
-    each = one.reshape(channels, -1)
-    return (torch.eye(channels, dtype=torch.float64).unsqueeze(-1) * each).flatten(1)
+    flat = one.reshape(channels, -1)
+    return (torch.eye(channels, dtype=torch.float64).unsqueeze(-1) * flat).flatten(1)
 
 
 def orthonormal(rows: Float64[Tensor, "k N"]) -> Float64[Tensor, "r N"]:

@@ -16,17 +16,17 @@ from holdfast.attention import AttentionLayer
 from holdfast.attention.rotary import Rotary
 from holdfast.graph.fuse import fused
 from holdfast.graph.structure import choice
-from holdfast.network.affine import Affine
-from holdfast.network.attention import Attention
-from holdfast.network.base import Piece
-from holdfast.network.embedding import AddPositions
-from holdfast.network.entries import KinkedEntries, SmoothEntries
-from holdfast.network.mlp import KinkedMlp, Mlp
+from holdfast.layers.activation.piece import KinkedEntries, SmoothEntries
+from holdfast.layers.attention.piece import Attention
+from holdfast.layers.linear.piece import Affine
+from holdfast.layers.norm.piece import Normalisation
+from holdfast.layers.perceptron.piece import KinkedMlp, Mlp
+from holdfast.layers.piece import Piece
+from holdfast.layers.product import Product
+from holdfast.layers.tokens.embedding import AddPositions
+from holdfast.layers.tokens.pooling import ClassToken, TokenMean
+from holdfast.layers.tokens.selection import Scale, Selection
 from holdfast.network.network import Residual, run
-from holdfast.network.norms import Normalisation
-from holdfast.network.pooling import ClassToken, MeanPool
-from holdfast.network.product import Product
-from holdfast.network.selection import Scale, Selection
 
 Stage = Piece | Residual
 Rows = Int64[Tensor, " rows"]
@@ -41,23 +41,23 @@ def pruned(stages: Sequence[Stage], shape: tuple[int, int]) -> list[Stage]:
     for stage in stages:
         u = run(stage, u)
         sizes.append((u.shape[-2], u.shape[-1]))
-    found: list[Stage] = []
+    kept: list[Stage] = []
     needed = torch.arange(sizes[-1][0])
     for place in range(len(stages) - 1, -1, -1):
         stage, (n, _) = stages[place], sizes[place]
         rows = _rows(stage, needed, n)
         if rows is None:  # all rows enter, and all leave
-            found = [stage, *_chosen(needed, sizes[place + 1]), *found]
+            kept = [stage, *_chosen(needed, sizes[place + 1]), *kept]
             needed = torch.arange(n)
         elif _pools(stage):
-            found = [*_pooled(stage, needed, rows, sizes[place]), *found]
+            kept = [*_pooled(stage, needed, rows, sizes[place]), *kept]
             needed = rows
         else:
             width = sizes[place + 1][1]
             places = torch.searchsorted(rows, needed)
-            found = [_cut(stage, rows, n), *_chosen(places, (len(rows), width)), *found]
+            kept = [_cut(stage, rows, n), *_chosen(places, (len(rows), width)), *kept]
             needed = rows
-    return fused([*_chosen(needed, shape), *found])
+    return fused([*_chosen(needed, shape), *kept])
 
 
 def _rows(stage: Stage, needed: Rows, n: int) -> Rows | None:
@@ -79,23 +79,23 @@ def _rows(stage: Stage, needed: Rows, n: int) -> Rows | None:
     if isinstance(stage, Selection):
         entries = stage.index[needed].flatten()
         return _distinct(entries[entries >= 0] // stage.shape[1])
-    return torch.arange(stage.skip, n) if isinstance(stage, MeanPool) else None
+    return torch.arange(stage.skip, n) if isinstance(stage, TokenMean) else None
 
 
 def _distinct(*rows: Rows) -> Rows:
     """All of them once, sorted."""
-    found: Tensor = torch.unique(torch.cat(rows))
-    return found
+    distinct: Tensor = torch.unique(torch.cat(rows))
+    return distinct
 
 
 def _pools(stage: Stage) -> bool:
-    return isinstance(stage, ClassToken | Selection | MeanPool)
+    return isinstance(stage, ClassToken | Selection | TokenMean)
 
 
 def _pooled(stage: Stage, needed: Rows, rows: Rows, shape: tuple[int, int]) -> list[Stage]:
     """A stage that chooses tokens, on those that enter it now."""
-    if isinstance(stage, MeanPool):
-        return [MeanPool(len(rows))]
+    if isinstance(stage, TokenMean):
+        return [TokenMean(len(rows))]
     d = shape[1]
     index = stage.index[needed] if isinstance(stage, Selection) else rows.unsqueeze(-1) * d + torch.arange(d)
     row, column = index // d, index % d

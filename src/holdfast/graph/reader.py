@@ -1,72 +1,32 @@
 """The operators of a network, on tensors that move and tensors that do not: what every kind of graph is read by.
 
-A front end walks a graph (`holdfast.graph.export`) and calls these methods. Each returns what the operator computes
+A front end walks a graph (`holdfast.graph.walk`) and calls these methods. Each returns what the operator computes
 as a function of what moves, or refuses; nothing depends on names of classes or attributes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import NoReturn, final
+from collections.abc import Sequence
+from typing import final
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from holdfast.errors import ConversionError
 from holdfast.graph import structure
-from holdfast.graph.entrywise import FUNCTIONS, Entrywise, Polynomial, X, recognise
-from holdfast.graph.scores import Attended, Scores, attend, product
-from holdfast.graph.values import Map, Moving, Point, Step, Term, added, broadcast, joined, multiple, same
-from holdfast.network.activations import Activation, SmoothActivation
-from holdfast.network.base import Piece
-from holdfast.network.embedding import PatchEmbedding
-from holdfast.network.entries import KinkedEntries, SmoothEntries
-from holdfast.network.norms import LayerNorm, RMSNorm
-from holdfast.network.pooling import MeanPool
-from holdfast.network.product import Product
+from holdfast.graph.attend import Attended, attend
+from holdfast.graph.entries import EntryReader, MeanSquare, RowMaximum, Value, refuse
+from holdfast.graph.entrywise import EntryFormula, X
+from holdfast.graph.scores import Scores, product
+from holdfast.graph.values import Map, Moving, Term, broadcast
+from holdfast.layers.norm.piece import LayerNorm, RMSNorm
+from holdfast.layers.tokens.embedding import PatchEmbedding
+from holdfast.layers.tokens.pooling import TokenMean
 
 
 @final
-@dataclass(frozen=True, eq=False)
-class MeanSquare:
-    """factor · mean of the squares of the last dimension of a tensor + eps, (…, 1); or a power of that.
-
-    Attributes:
-        value: whose squares.
-        keepdim: whether the last dimension stays, with one entry.
-        power: 1, 1/2 or -1/2.
-    """
-
-    value: Moving
-    factor: float
-    eps: float
-    keepdim: bool
-    power: float = 1.0
-
-    @property
-    def shape(self) -> torch.Size:
-        lead = self.value.shape[:-1]
-        return torch.Size((*lead, 1)) if self.keepdim else lead
-
-
-#: What an operator takes and returns.
-Value = Tensor | Moving | Entrywise | Scores | MeanSquare
-
-
-class UnknownOperatorError(ConversionError):
-    """An operator, or how it is used, has no counterpart among the pieces of networks."""
-
-
-def refuse(why: str) -> NoReturn:
-    """What stands in the way, in words that follow the operator's name."""
-    raise UnknownOperatorError(why)
-
-
-@final
-class Reader:
+class Reader(EntryReader):
     """Reads the operators of one graph.
 
     Args:
@@ -77,232 +37,6 @@ class Reader:
     def __init__(self, batch: int | None = None) -> None:
         self._batch = batch
         self.attended: list[Attended] = []
-
-    # -- what only moves entries about
-
-    def rearranged(self, x: Value, move: Callable[[Tensor], Tensor]) -> Value:
-        """A view, permutation, slice or repetition."""
-        if isinstance(x, Tensor):
-            return move(x)
-        if isinstance(x, Entrywise):
-            return replace(x, value=x.value.rearranged(move))
-        if isinstance(x, MeanSquare):
-            return self._squeezed(x, move)
-        return x.rearranged(move)
-
-    def _squeezed(self, x: MeanSquare, move: Callable[[Tensor], Tensor]) -> Value:
-        """A view of the mean squares that adds or removes the last dimension, and nothing else."""
-        marks = torch.arange(math.prod(x.shape)).reshape(x.shape)
-        moved = move(marks)
-        kept = replace(x, keepdim=True)
-        if moved.shape == kept.shape and torch.equal(moved.flatten(), marks.flatten()):
-            return kept
-        refuse("rearranges mean squares before they divide anything")
-
-    def joined(self, parts: Sequence[Value], join: Callable[[list[Tensor]], Tensor]) -> Value:
-        """A concatenation or a stack."""
-        if all(isinstance(part, Tensor) for part in parts):
-            return join([part for part in parts if isinstance(part, Tensor)])
-        settled = [part if isinstance(part, Tensor) else self.moving(part) for part in parts]
-        found = joined(settled, join)
-        return found if found is not None else self._joined_points(settled, join)
-
-    def _joined_points(self, parts: Sequence[Moving | Tensor], join: Callable[[list[Tensor]], Tensor]) -> Moving:
-        """A concatenation of tensors that depend on different points: these in one row, then their entries."""
-        rows = [structure.matrix_of(part, (1, part.row.numel())) for part in parts if isinstance(part, Moving)]
-        width = sum(row.shape[1] for row in rows)
-        whole = Point((1, width), Step(tuple(rows), join="channels")).view((width,))
-        start, settled = 0, list[Moving | Tensor]()
-        for part in parts:
-            if isinstance(part, Moving):
-                stop = start + part.row.numel()
-                settled.append(whole.rearranged(lambda t, a=start, b=stop, s=part.shape: t[a:b].reshape(s)))  # type: ignore[misc]
-                start = stop
-            else:
-                settled.append(part)
-        found = joined(settled, join)
-        assert found is not None
-        return found
-
-    def settled(self, x: Value) -> Value:
-        """Tokens (1, n, d) as a point of their own, so that a branch and what it is added to begin at the same one."""
-        if not isinstance(x, Moving) or len(x.shape) != 3 or x.is_point():
-            return x
-        return structure.matrix_of(x).view(x.shape)
-
-    # -- sums and products
-
-    def add(self, a: Value, b: Value, alpha: float = 1.0) -> Value:
-        """A + alpha b."""
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            return a + alpha * b
-        if alpha != 1.0:
-            b = self.multiply(b, torch.tensor(alpha, dtype=torch.float64))
-        if isinstance(a, Tensor):
-            a, b = b, a
-        if isinstance(b, Tensor):
-            return self._shifted(a, b)
-        if isinstance(a, Entrywise) or isinstance(b, Entrywise):
-            pair = self._formulas(a, b)
-            if pair is not None:
-                return Entrywise(pair[0].value, pair[0].formula + pair[1].formula)
-        left, right = self.moving(a), self.moving(b)
-        found = added(left, right) or self._added_behind(left, right) or self._added_behind(right, left)
-        if found is not None:
-            return found
-        shape = broadcast(left.shape, right.shape)
-        point = structure.sum_of([left.expand(shape), right.expand(shape)])
-        return point.view(shape)
-
-    def _added_behind(self, a: Moving, b: Moving) -> Moving | None:
-        """A + b, where b is a function of the point that a itself has become."""
-        point = structure.matrix_of(a)
-        return added(point.view(a.shape), b) if point is b.point else None
-
-    def _shifted(self, a: Value, b: Tensor) -> Value:
-        assert not isinstance(a, Tensor)
-        if isinstance(a, MeanSquare):
-            if b.numel() != 1 or a.power != 1:
-                refuse("adds several numbers to mean squares, or one to their root; add one eps under the root")
-            return replace(a, eps=a.eps + float(b))
-        if isinstance(a, Entrywise):
-            if b.numel() == 1 and b.ndim <= len(a.value.shape):
-                return replace(a, formula=a.formula + Polynomial.number(float(b)))
-            a = self.moving(a)
-        return a.shifted(b)
-
-    def subtract(self, a: Value, b: Value, alpha: float = 1.0) -> Value:
-        """A - alpha b."""
-        if isinstance(b, Tensor):
-            return self.add(a, -b, alpha) if not isinstance(a, Tensor) else a - alpha * b
-        return self.add(a, self.negative(b), alpha)
-
-    def negative(self, x: Value) -> Value:
-        return self.multiply(x, torch.tensor(-1.0, dtype=torch.float64))
-
-    def multiply(self, a: Value, b: Value) -> Value:
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            return a * b
-        if isinstance(a, Tensor):
-            a, b = b, a
-        if isinstance(b, Tensor):
-            return self._scaled(a, b)
-        if isinstance(a, MeanSquare) or isinstance(b, MeanSquare):
-            value, squares = (a, b) if isinstance(b, MeanSquare) else (b, a)
-            assert isinstance(squares, MeanSquare)
-            return self._normalised(value, squares, -0.5)
-        pair = self._formulas(a, b)
-        if pair is not None:
-            return Entrywise(pair[0].value, pair[0].formula * pair[1].formula)
-        return self._product(self.moving(a), self.moving(b))
-
-    def divide(self, a: Value, b: Value) -> Value:
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            return a / b
-        if isinstance(b, Tensor):
-            return self._scaled(a, b, divide=True)
-        if isinstance(b, MeanSquare):
-            if isinstance(a, Tensor):
-                if a.numel() == 1 and float(a) == 1.0 and b.power == 0.5:
-                    return replace(b, power=-0.5)
-                refuse("divides a constant by mean squares")
-            return self._normalised(a, b, 0.5)
-        refuse("divides by something that moves")
-
-    def _scaled(self, a: Value, b: Tensor, *, divide: bool = False) -> Value:
-        assert not isinstance(a, Tensor)
-        if isinstance(a, MeanSquare):
-            if b.numel() != 1 or a.power != 1:
-                refuse("multiplies mean squares by more than one number")
-            c = 1 / float(b) if divide else float(b)
-            return replace(a, factor=a.factor * c, eps=a.eps * c)
-        if isinstance(a, Entrywise):
-            if b.numel() == 1 and b.ndim <= len(a.value.shape):
-                return replace(a, formula=a.formula.scaled(float(b), divide=divide))
-            a = self.moving(a)
-        return a.scaled(b, divide=divide)
-
-    def _formulas(self, a: Value, b: Value) -> tuple[Entrywise, Entrywise] | None:
-        """Both as formulas in the entries of one tensor, where they are."""
-        value = a.value if isinstance(a, Entrywise) else b.value if isinstance(b, Entrywise) else None
-        if value is None:
-            if isinstance(a, Moving) and isinstance(b, Moving) and same(a, b):
-                return Entrywise(a, X), Entrywise(a, X)
-            return None
-        found = []
-        for each in (a, b):
-            if not isinstance(each, Moving | Entrywise):
-                return None
-            own = each if isinstance(each, Entrywise) else Entrywise(each, X)
-            c = multiple(own.value, value)
-            if c is None:
-                return None
-            found.append(Entrywise(value, own.formula.at(c)))
-        return found[0], found[1]
-
-    def _product(self, a: Moving, b: Moving) -> Moving:
-        """Entry by entry, of two tensors that move."""
-        shape = broadcast(a.shape, b.shape)
-        a, b = a.expand(shape), b.expand(shape)
-        tokens = structure.matrix_of(a)
-        gated = structure.gate(a, b) or structure.gate(b, a) or structure.beside([a, b])
-        return structure.through(gated, tokens.shape, Product(), label="product").view(shape)
-
-    # -- functions of one variable
-
-    def function(self, name: str, x: Value) -> Value:
-        """One of `FUNCTIONS`, entry by entry."""
-        entries = self._entries(x)
-        return replace(entries, formula=FUNCTIONS[name](entries.formula))
-
-    def formula(self, x: Value, write: Callable[[Polynomial], Polynomial]) -> Value:
-        """Any formula, entry by entry."""
-        entries = self._entries(x)
-        return replace(entries, formula=write(entries.formula))
-
-    def _entries(self, x: Value) -> Entrywise:
-        if isinstance(x, Entrywise) and not x.formula.composed:
-            return x
-        return Entrywise(self.moving(x), X)
-
-    def power(self, x: Value, exponent: float) -> Value:
-        if isinstance(x, Tensor):
-            return x**exponent
-        if isinstance(x, MeanSquare):
-            if x.power == 1 and exponent in (0.5, -0.5):
-                return replace(x, power=exponent)
-            refuse(f"takes the power {exponent:g} of mean squares")
-        if exponent != int(exponent) or not 1 <= exponent <= 8:
-            refuse(f"takes the power {exponent:g} of something that moves")
-        entries = x if isinstance(x, Entrywise) else Entrywise(self.moving(x), X)
-        formula = entries.formula
-        for _ in range(int(exponent) - 1):
-            formula = formula * entries.formula
-        return replace(entries, formula=formula)
-
-    def moving(self, x: Value) -> Moving:
-        """The tensor as a function of a point: a formula must be that of a known activation by now."""
-        if isinstance(x, Moving):
-            return x
-        if isinstance(x, Entrywise):
-            return self._activated(x)
-        if isinstance(x, Scores):
-            refuse("changes attention scores or probabilities in a way that is not known, such as a soft cap")
-        refuse("uses mean squares other than to divide by their root" if isinstance(x, MeanSquare) else "does not move")
-
-    def _activated(self, x: Entrywise) -> Moving:
-        if x.formula == X:
-            return x.value
-        found = recognise(x.formula)
-        if found is None:
-            refuse("is the end of a formula that is no known activation: " + ", ".join(_names(x.formula)))
-        value = x.value if found.before == 1.0 else x.value.scaled(found.before)
-        shape = value.shape
-        point = structure.matrix_of(value)
-        active = torch.ones(point.shape[1], dtype=torch.bool)
-        out = structure.through(point, point.shape, entries(found.phi, active), label=found.phi.name).view(shape)
-        out = out if found.after == 1.0 else out.scaled(found.after)
-        return out.shifted(found.constant) if found.constant else out
 
     # -- maps
 
@@ -395,7 +129,7 @@ class Reader:
         """The mean over some dimensions, or the sum."""
         if isinstance(x, Tensor):
             return x.sum(tuple(dims), keepdim) if total else x.mean(tuple(dims), keepdim)
-        if isinstance(x, Entrywise) and not x.formula.composed:
+        if isinstance(x, EntryFormula) and not x.formula.composed:
             squares = self._mean_square(x, dims, keepdim, total=total)
             if squares is not None:
                 return squares
@@ -410,10 +144,10 @@ class Reader:
             return self.rearranged(self.linear(value, ones), lambda t: t.reshape(shape))
         grouped = value.rearranged(lambda t: t.permute(*gone, *kept).reshape(count, -1))
         point = structure.matrix_of(grouped)
-        pooled = structure.through(point, (1, point.shape[1]), MeanPool(count), label="mean").view(shape)
+        pooled = structure.through(point, (1, point.shape[1]), TokenMean(count), label="mean").view(shape)
         return pooled.scaled(float(count)) if total else pooled
 
-    def _mean_square(self, x: Entrywise, dims: Sequence[int], keepdim: bool, *, total: bool) -> MeanSquare | None:
+    def _mean_square(self, x: EntryFormula, dims: Sequence[int], keepdim: bool, *, total: bool) -> MeanSquare | None:
         terms = x.formula.terms
         squares = dict((X * X).terms)
         last = [dim % len(x.value.shape) for dim in dims] == [len(x.value.shape) - 1]
@@ -431,21 +165,6 @@ class Reader:
         return MeanSquare(centred, d / (d - correction), 0.0, keepdim)
 
     # -- normalisations
-
-    def _normalised(self, value: Value, squares: MeanSquare, power: float) -> Value:
-        """Value / √(factor · mean square + eps), which RMSNorm computes."""
-        numerator = self.moving(value)
-        if squares.power != power or not squares.keepdim or not same(numerator, squares.value):
-            refuse("divides by the root of mean squares of something else than what it divides")
-        if squares.factor <= 0 or squares.eps <= 0:
-            refuse("divides by the root of mean squares without a positive eps added, so that its slope has no bound")
-        kappa = squares.eps / squares.factor
-        point, centred = structure.centred(numerator)
-        d = numerator.shape[-1]
-        ones = torch.ones(d, dtype=torch.float64)
-        norm: Piece = LayerNorm(ones, ones * 0, kappa) if centred else RMSNorm(ones, kappa)
-        out = structure.through(point, point.shape, norm, label="normalisation").view(numerator.shape)
-        return out if squares.factor == 1 else out.scaled(1 / math.sqrt(squares.factor))
 
     def layer_norm(self, x: Value, size: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Value:
         """Over the last dimensions, `size` numbers together."""
@@ -484,12 +203,18 @@ class Reader:
 
     # -- attention
 
+    def maximum(self, x: Value, dim: int, keepdim: bool) -> Value:
+        """The largest entries along a dimension."""
+        if isinstance(x, Scores) and not x.normalised:
+            return RowMaximum(x, dim, keepdim)
+        refuse("takes a maximum of something that moves")
+
     def softmax(self, x: Value, dim: int) -> Value:
         if isinstance(x, Tensor):
             return x.softmax(dim)
         if isinstance(x, Scores):
             return x.softmax(dim)
-        refuse("takes softmax of something else than attention scores; a classifier should return logits")
+        refuse("takes softmax of something other than attention scores; a classifier should return logits")
 
     def attention(self, q: Value, k: Value, v: Value, mask: Value | None, scale: float | None, causal: bool) -> Value:
         """Scaled dot-product attention (…, n, k); key-value heads are repeated where there are fewer."""
@@ -513,9 +238,9 @@ class Reader:
             refuse("multiplies scores by something that moves before softmax")
         lead = scores.shape[:-2]
         value = value.expand((*lead, *value.shape[-2:]))
-        found = attend(scores, value, batch=self._batch)
-        self.attended.append(found)
-        return found.value.reshape(*lead, *found.value.shape[-2:])
+        attended = attend(scores, value, batch=self._batch)
+        self.attended.append(attended)
+        return attended.value.reshape(*lead, *attended.value.shape[-2:])
 
     def filled(self, x: Value, mask: Tensor, number: float) -> Value:
         """`number` where the mask is True."""
@@ -536,7 +261,7 @@ class Reader:
         if isinstance(b, Scores) and isinstance(a, Tensor) and a.numel() == 1:
             return b.filled(condition, float(a))
         parts: list[Value] = [part if isinstance(part, Tensor) else self.moving(part) for part in (a, b)]
-        shape = broadcast(condition.shape, *(part.shape for part in parts if not isinstance(part, Entrywise)))
+        shape = broadcast(condition.shape, *(part.shape for part in parts if not isinstance(part, EntryFormula)))
         wide = [self.rearranged(part, lambda t: t.expand(shape)) for part in parts]
         if bool(condition.all()) or not bool(condition.any()):
             return wide[0] if bool(condition.all()) else wide[1]
@@ -548,17 +273,6 @@ def _fixed(weight: Value | None) -> Tensor | None:
     if not isinstance(weight, Tensor | None):
         refuse("has weights that depend on what moves")
     return None if weight is None else weight.double()
-
-
-def entries(phi: Activation, active: Tensor) -> Piece:
-    """An activation on some channels."""
-    return SmoothEntries(phi, active) if isinstance(phi, SmoothActivation) else KinkedEntries(phi, active)
-
-
-def _names(formula: Polynomial) -> list[str]:
-    """The functions in a formula."""
-    found = {name for monomial, _ in formula.terms for (name, _), _ in monomial if name != "x"}
-    return sorted(found) or ["a polynomial"]
 
 
 def _dense_kernel(w: Float64[Tensor, "d c p q"], groups: int, dilation: Sequence[int]) -> Float64[Tensor, "d c p q"]:

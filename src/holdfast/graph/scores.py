@@ -1,32 +1,25 @@
-"""Dot-product attention as a graph writes it: a product of tensors that move, what is done to it, softmax, values."""
+"""The scores of attention as a graph writes them: a product of tensors that move, what is done to it, softmax."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, final
+from typing import NoReturn, final
 
 import torch
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from holdfast.attention import AttentionLayer
-from holdfast.attention.rotary import Pairing, Rotary
-from holdfast.errors import ConversionError
-from holdfast.graph import structure
-from holdfast.graph.values import FIXED, Map, Moving, Point, broadcast
-from holdfast.network.attention import Attention
+from holdfast.graph.head_norms import UnknownAttentionError
+from holdfast.graph.values import FIXED, Moving, broadcast
 
 #: A score that is not above this is out of reach for any other: the pair is masked.
 FORBIDDEN = -1e30
 _SMALL = 1e-6  # what may be done to masked scores, relative to how far they are out of reach
 
 
-class UnknownAttentionError(ConversionError):
-    """Some product of tensors that move is no attention that is known; the message says what is in the way."""
-
-
-def _refuse(why: str) -> NoReturn:
+def refuse_attention(why: str) -> NoReturn:
+    """What stands in the way of attention, in words that follow the operator's name."""
     raise UnknownAttentionError(why)
 
 
@@ -36,8 +29,11 @@ class Scores:
     """scale · q kᵀ + bias for heads q (H, n, k) and k (H, m, k), or its softmax over the keys.
 
     Attributes:
-        index: which entry of the (H, n, m) scores stands where.
+        index: which entry of the (H, n, m) scores stands where; `FIXED` for one that does not move, the bias alone.
         bias: what is added to each entry that stands there; -inf where a pair is masked.
+        cap: c, where scores s have become c · tanh(s / c) before the bias was added.
+        sinks: (H, n) the logit that takes part in the softmax of each row as one more key.
+        lowered: whether something unknown has been taken off each row, which softmax does not see.
         normalised: whether softmax has been taken.
     """
 
@@ -46,6 +42,9 @@ class Scores:
     index: Int64[Tensor, "*shape"]
     bias: Float64[Tensor, "*shape"]
     scale: float = 1.0
+    cap: float | None = None
+    sinks: Float64[Tensor, "H n"] | None = None
+    lowered: bool = False
     normalised: bool = False
 
     @property
@@ -63,19 +62,40 @@ class Scores:
     def scaled(self, factor: Tensor | float, *, divide: bool = False) -> Scores:
         factor = torch.as_tensor(factor, dtype=torch.float64)
         if self.normalised or factor.numel() != 1:
-            _refuse("scores are multiplied by more than one number, or after softmax")
+            refuse_attention("scores are multiplied by more than one number, or after softmax")
         number = float(factor)
         scale = self.scale / number if divide else self.scale * number
         if scale < _SMALL * self.scale and bool(self.bias.isinf().any()):
-            _refuse("masked scores are multiplied by a number that is not positive, or brings them into reach")
-        return replace(self, scale=scale, bias=self.bias / number if divide else self.bias * number)
+            refuse_attention("masked scores are multiplied by a number that is not positive, or brings them into reach")
+        cap = None if self.cap is None else abs(self.cap * scale / self.scale)
+        return replace(self, scale=scale, cap=cap, bias=self.bias / number if divide else self.bias * number)
+
+    def capped(self) -> Scores:
+        """Tanh of the scores."""
+        if self.normalised or self.cap is not None or self.lowered or bool(self.bias.any()):
+            refuse_attention(
+                "takes tanh of scores that are capped, masked or shifted already; expected a soft cap before these"
+            )
+        return replace(self, cap=1.0)
+
+    def with_sinks(self, join: Callable[[list[Tensor]], Tensor], parts: list[Scores | Tensor]) -> Scores:
+        """Joined by `join` with what does not move."""
+        if self.normalised or self.lowered or sum(isinstance(part, Scores) for part in parts) > 1:
+            refuse_attention("scores are put beside each other, or beside something after softmax")
+        index = join([torch.full(p.shape, FIXED) if isinstance(p, Tensor) else p.index for p in parts])
+        return replace(self, index=index, bias=join([p.double() if isinstance(p, Tensor) else p.bias for p in parts]))
+
+    def less_a_maximum(self, dim: int) -> Scores:
+        """With the same taken off every key of a query."""
+        self._keys(dim)
+        return replace(self, lowered=True)
 
     def shifted(self, term: Tensor | float) -> Scores:
         term = torch.as_tensor(term, dtype=torch.float64)
         if self.normalised or broadcast(self.shape, term.shape) != self.shape:
-            _refuse("something is added to attention probabilities, or scores are repeated")
+            refuse_attention("something is added to attention probabilities, or scores are repeated")
         if float(term.max()) > -_SMALL * FORBIDDEN:
-            _refuse("a number is added to scores that may bring masked ones into reach")
+            refuse_attention("a number is added to scores that may bring masked ones into reach")
         return replace(self, bias=_forbid(self.bias + term))
 
     def filled(self, mask: Tensor, value: float) -> Scores:
@@ -83,23 +103,35 @@ class Scores:
         if not bool(mask.any()):
             return self
         if self.normalised or value > FORBIDDEN or broadcast(self.shape, mask.shape) != self.shape:
-            _refuse(f"{value:g} is put in the place of scores; expected -inf or the least number of the dtype")
+            refuse_attention(f"{value:g} is put in the place of scores; expected -inf or the least number of the dtype")
         return replace(self, bias=self.bias.masked_fill(mask, -torch.inf))
 
     def softmax(self, dim: int) -> Scores:
+        H, n, m = self.sizes
+        row = self._keys(dim)
+        sinks = None
+        if self.index.shape[dim] > m:
+            logits = self.bias.movedim(dim, -1)[..., m]
+            sinks = torch.full((H * n,), torch.nan, dtype=torch.float64)
+            sinks[(row // m).flatten()] = logits.flatten()
+            sinks = sinks.reshape(H, n)
+        return replace(self, normalised=True, sinks=sinks)
+
+    def _keys(self, dim: int) -> Int64[Tensor, "*rows"]:
+        """The first key of each row, where the dimension holds all keys of a query in order, and perhaps one sink."""
+        m = self.sizes[2]
         keys = self.index.movedim(dim, -1)
-        row = keys[..., :1]
-        if self.normalised or keys.shape[-1] != self.sizes[2] or not bool((row % self.sizes[2] == 0).all()):
-            _refuse("softmax is taken over something else than the keys of a query")
-        if not torch.equal(keys, row + torch.arange(self.sizes[2])):
-            _refuse("softmax is taken over something else than the keys of a query")
-        return replace(self, normalised=True)
+        row, rest = keys[..., 0], keys[..., m:]
+        whole = torch.equal(keys[..., :m], row.unsqueeze(-1) + torch.arange(m)) and bool((row % m == 0).all())
+        if self.normalised or not whole or rest.shape[-1] > 1 or not bool((rest == FIXED).all()):
+            refuse_attention("softmax is taken over something other than the keys of a query")
+        return row
 
     def in_order(self) -> Scores:
         """The scores as (H, n, m), if that is what they are but for views."""
         H, n, m = self.sizes
         if not torch.equal(self.index.flatten(), torch.arange(H * n * m)):
-            _refuse("attention probabilities are permuted or cut before they meet the values")
+            refuse_attention("attention probabilities are permuted or cut before they meet the values")
         return self.rearranged(lambda t: t.reshape(H, n, m))
 
 
@@ -114,268 +146,3 @@ def product(q: Moving, k: Moving) -> Scores:
     (H, n, _), m = heads[0].shape, heads[1].shape[1]
     index = torch.arange(H * n * m).reshape(*lead, n, m)
     return Scores(heads[0], heads[1], index, torch.zeros(index.shape, dtype=torch.float64))
-
-
-@final
-@dataclass(frozen=True)
-class Attended:
-    """Attention over the tokens of a point, and its output before any output map.
-
-    Attributes:
-        layer: with each head's output by itself, w_o being an identity.
-        x: the point whose tokens attend.
-        value: (H, n, k) the heads' outputs.
-        source: the point of these tokens, in any order.
-        rows: (windows, n) which row of it each token is; tokens attend to those of their own window only.
-        lonely: (windows, n) queries that may attend to no key.
-    """
-
-    layer: AttentionLayer
-    x: Point
-    value: Moving
-    source: Point
-    rows: Int64[Tensor, "windows n"]
-    lonely: Bool[Tensor, "windows n"]
-
-
-def attend(scores: Scores, v: Moving, *, batch: int | None = None) -> Attended:
-    """softmax(scores) v.
-
-    Args:
-        scores: normalised.
-        v: (…, m, k).
-        batch: the number of inputs, where a layer of its own mask for each is wanted; otherwise groups of tokens that
-            attend to each other only share one mask.
-    """
-    s = scores.in_order()
-    H, n, m = s.sizes
-    v = v.reshape(-1, *v.shape[-2:])
-    if len(v.row) != H or v.shape[1] != m or n != m:
-        _refuse(f"lets {n} queries attend to {m} keys: past keys, added tokens or cross-attention")
-    points = {s.q.point, s.k.point, v.point}
-    if batch is not None and len(points) > 1:
-        between = sorted({point.step.label or "a sum" for point in points if point.step is not None})
-        _refuse(
-            f"has more than linear maps before it: {', '.join(between)} of queries, keys or values"
-            if between
-            else "takes queries, keys and values from different tensors: cross-attention"
-        )
-    source, found = _common([s.q, s.k, v])
-    point = source
-    rows, windows = found[0].rows, len(found[0].rows)
-    if any(not torch.equal(each.rows, rows) for each in found):
-        _refuse("queries, keys and values are of different tokens, or in different orders")
-    if not torch.equal(rows.flatten(), torch.arange(point.shape[0])):
-        width = point.shape[1]
-        if sorted(rows.flatten().tolist()) != list(range(point.shape[0])):
-            _refuse("only some of the tokens attend, or some of them twice")
-        order = rows.flatten().unsqueeze(-1) * width + torch.arange(width)
-        point = structure.through(point, point.shape, *structure.choice(order, point.shape), label="token order")
-    q, k, values = found
-    q, k, rotary, scale = _turned(q, k)
-    tensors, scale = _weights(q, k, values, scale * s.scale)
-    tensors |= _mask(s.bias.reshape(windows, H // windows, n, n), batch)
-    layer = AttentionLayer(**tensors, scale=scale, rotary=_positions(rotary, windows, batch))
-    h, kv = layer.h, layer.w_o.shape[1]
-    inner = (
-        structure.through(point, (windows * n, h * kv), Attention(layer), label="attention")
-        if batch is None
-        else (Point((windows * n, h * kv)))
-    )
-    value = inner.view((windows, n, h, kv)).rearranged(lambda t: t.movedim(2, 1).reshape(H, n, kv))
-    lonely = (s.bias.reshape(windows, H // windows, n, n)[:, 0] == -torch.inf).all(-1)
-    return Attended(layer, point, value, source, rows, lonely)
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class _Heads:
-    """One of queries, keys and values: which token each row is, and the map of each head with what it is turned by."""
-
-    rows: Int64[Tensor, "windows n"]
-    columns: tuple[Int64[Tensor, "h k"], ...]
-    gains: tuple[Float64[Tensor, "windows n k"] | Float64[Tensor, "h k"], ...]
-    map: Map
-
-    def weight(self, gain: Tensor) -> tuple[Tensor, Tensor]:
-        """W (h, d, k) and b (h, k), each column times a number."""
-        w = self.map.matrix[:, self.columns[0]].movedim(0, 1)
-        return w * gain.unsqueeze(-2), self.map.bias[self.columns[0]] * gain
-
-
-def _common(parts: list[Moving]) -> tuple[Point, list[_Heads]]:
-    """The tokens that queries, keys and values come from; side by side, where these are functions of several points."""
-    points: list[Point] = []
-    for part in parts:
-        if part.point not in points:
-            points.append(part.point)
-    if len({point.shape[0] for point in points}) > 1:
-        _refuse("queries, keys and values come from different numbers of tokens: cross-attention")
-    if len(points) == 1:
-        return points[0], [_heads(part) for part in parts]
-    whole = structure.beside([point.view(point.shape) for point in points])
-    starts = dict(zip(points, torch.tensor([0, *(p.shape[1] for p in points)]).cumsum(0).tolist(), strict=False))
-
-    def moved(part: Moving) -> Moving:
-        own = part.map or Map.identity(part.point.shape[1])
-        matrix = torch.zeros(whole.shape[1], own.matrix.shape[1], dtype=torch.float64)
-        matrix[starts[part.point] : starts[part.point] + len(own.matrix)] = own.matrix
-        return Moving(whole, part.row, part.terms, Map(matrix, own.bias), part.constant)
-
-    return whole, [_heads(moved(part)) for part in parts]
-
-
-def _heads(part: Moving) -> _Heads:
-    """Reads tokens, heads and channels off a tensor (H, n, k)."""
-    H = len(part.row)
-    rows = part.row[:, :, 0]
-    if bool((part.row == FIXED).any()) or bool((part.row != rows.unsqueeze(-1)).any()):
-        _refuse("a query, key or value mixes tokens, or does not depend on any")
-    windows = len(torch.unique(rows, dim=0))
-    if H % windows:
-        _refuse("heads do not have the same tokens")
-    h = H // windows
-    grouped = rows.reshape(windows, h, -1)
-    if bool((grouped != grouped[:, :1]).any()):
-        _refuse("heads do not have the same tokens")
-    if bool(part.constant.any()):
-        _refuse("something that differs from token to token is added to queries, keys or values after their map")
-    columns, gains = [], []
-    for term in part.terms:
-        column = term.column.reshape(windows, h, *term.column.shape[1:])
-        gain = term.gain.reshape(column.shape)
-        columns.append(column[0, :, 0])
-        alive = gain != 0
-        if bool(((column != column[:1, :, :1]) & alive).any()):
-            _refuse("queries, keys or values use other weights for other tokens")
-        if not bool((gain != gain[:1, :, :1]).any()):
-            gains.append(gain[0, :, 0])
-        elif not bool((gain != gain[:, :1]).any()):
-            gains.append(gain[:, 0])
-        else:
-            _refuse("queries, keys or values are scaled by head and by token")
-    own = part.map or Map.identity(part.point.shape[1])
-    if len(gains) > 1 and all(gain.ndim == 2 for gain in gains):  # a sum of maps is a map
-        pairs = list(zip(columns, gains, strict=True))
-        matrix = torch.stack([own.matrix[:, c] * g for c, g in pairs]).sum(0)
-        bias = torch.stack([own.bias[c] * g for c, g in pairs]).sum(0)
-        own = Map(matrix.flatten(1), bias.flatten())
-        columns, gains = [torch.arange(bias.numel()).reshape(bias.shape)], [torch.ones_like(bias)]
-    return _Heads(grouped[:, 0], tuple(columns), tuple(gains), own)
-
-
-def _turned(q: _Heads, k: _Heads) -> tuple[_Heads, _Heads, Rotary | None, float]:
-    """Rotary positions of queries and keys, if they have them: both the same, but for a factor."""
-    of_q, of_k = _turn(q), _turn(k)
-    if of_q is None and of_k is None:
-        return q, k, None, 1.0
-    if of_q is None or of_k is None:
-        _refuse("queries or keys alone depend on the position; expected both or neither")
-    (qc, qs, pairing), (kc, ks, other) = of_q, of_k
-    place = kc.abs().flatten().argmax()
-    factor = float(qc.flatten()[place] / kc.flatten()[place])
-    apart = max(float((qc - kc * factor).abs().max()), float((qs - ks * factor).abs().max()))
-    if pairing != other or not apart <= 1e-13 * float(qc.abs().max()):
-        _refuse("queries and keys are turned by different rotary positions")
-    ones = torch.ones(q.columns[0].shape, dtype=torch.float64)
-    plain = [_Heads(each.rows, each.columns[:1], (ones.expand(each.columns[0].shape),), each.map) for each in (q, k)]
-    return plain[0], plain[1], Rotary(kc, ks, pairing), factor
-
-
-def _turn(heads: _Heads) -> tuple[Tensor, Tensor, Pairing] | None:
-    """Cos and sin (windows, n, r) and the pairing of entries; None where nothing depends on the position."""
-    if all(gain.ndim == 2 for gain in heads.gains) and len(heads.gains) == 1:
-        return None
-    if len(heads.gains) != 2:
-        _refuse(f"queries or keys are a sum of {len(heads.gains)} terms; expected one, or two for rotary positions")
-    shape = (*heads.rows.shape, heads.columns[0].shape[-1])
-    gains = []
-    for gain in heads.gains:
-        if gain.ndim == 2 and bool((gain != gain[:1]).any()):
-            _refuse("queries or keys are scaled by head and by position")
-        gains.append((gain if gain.ndim == 3 else gain[0]).expand(shape))
-    cos, sin = gains
-    turned = ((sin != 0) | (cos != 1)).flatten(0, 1).any(0)
-    r = int(turned.nonzero().max()) + 1 if bool(turned.any()) else 0
-    r += r % 2
-    m = torch.arange(r)
-    for pairing, partner in (("half", (m + r // 2) % r if r else m), ("interleaved", m ^ 1)):
-        used = (sin[..., :r] != 0).flatten(0, 1).any(0)
-        if bool((heads.columns[1][:, :r] == heads.columns[0][:, partner])[:, used].all()):
-            first = m < r // 2 if pairing == "half" else m % 2 == 0
-            sign = torch.where(first, -1.0, 1.0).to(sin)
-            return cos[..., :r].contiguous(), (sin[..., :r] * sign).contiguous(), pairing  # type: ignore[return-value]
-    _refuse("queries or keys mix channels by position in a way that is no rotary position")
-
-
-def _weights(q: _Heads, k: _Heads, v: _Heads, scale: float) -> tuple[dict[str, Any], float]:
-    """The tensors of an `AttentionLayer`, and its scale: factors of all queries or keys belong to it."""
-    tensors: dict[str, Any] = {}
-    for name, heads in (("q", q), ("k", k), ("v", v)):
-        if len(heads.gains) != 1 or heads.gains[0].ndim != 2:
-            _refuse("values depend on the position by more than their map")
-        gain = heads.gains[0]
-        if name != "v" and bool((gain == gain.flatten()[0]).all()):
-            scale, gain = scale * float(gain.flatten()[0]), torch.ones_like(gain)
-        tensors[f"w_{name}"], bias = heads.weight(gain)
-        if bool(bias.any()):
-            tensors[f"b_{name}"] = bias
-    h = len(tensors["w_q"])
-    groups = _groups(k.columns[0], v.columns[0], h)
-    for name in ("w_k", "w_v", "b_k", "b_v"):
-        if name in tensors:
-            tensors[name] = tensors[name][:: h // groups].contiguous()
-    width = tensors["w_v"].shape[-1]
-    tensors["w_o"] = torch.eye(h * width, dtype=torch.float64).reshape(h, width, h * width)
-    return tensors, scale
-
-
-def _groups(keys: Tensor, values: Tensor, h: int) -> int:
-    """How many key-value heads there are that query heads share in turn."""
-    both = torch.cat([keys, values], -1)
-    for groups in range(1, h):
-        if h % groups == 0 and torch.equal(both, both[:: h // groups].repeat_interleave(h // groups, 0)):
-            return groups
-    return h
-
-
-def _mask(bias: Float64[Tensor, "windows h n n"], batch: int | None) -> dict[str, Any]:
-    """Mask and score bias of the layer: for each input where there is a batch, otherwise for all windows together."""
-    allowed: Bool[Tensor, "windows h n n"] = bias > -torch.inf
-    if bool((allowed != allowed[:, :1]).any()):
-        _refuse("masks each head in a way of its own; expected one mask for all heads")
-    mask, finite = allowed[:, 0], torch.where(allowed, bias, 0.0)
-    if batch is None:
-        if not bool(mask.any(-1).all()):
-            _refuse("a query may attend to no key at all; remove the padding")
-        mask = _diagonal(mask.to(torch.uint8)).bool()
-        finite = torch.stack([_diagonal(finite[:, head]) for head in range(finite.shape[1])])
-    else:
-        lonely = ~mask.any(-1, keepdim=True)  # padding: such a query attends to itself
-        mask = mask | (lonely & torch.eye(mask.shape[-1], dtype=torch.bool))
-        mask, finite = (t[0] if bool((t == t[:1]).all()) else t for t in (mask, finite))
-    found: dict[str, Any] = {}
-    if mask.ndim == 2 and len(mask) > 1 and torch.equal(mask, torch.ones_like(mask).tril()):
-        found["causal"] = True
-    elif not bool(mask.all()):
-        found["mask"] = mask
-    if bool(finite.any()):
-        shared = finite.ndim == 3 and bool((finite == finite[:1]).all())
-        found["score_bias"] = finite[0] if shared else finite
-    return found
-
-
-def _diagonal(blocks: Tensor) -> Tensor:
-    """Blocks (w, n, n) along the diagonal of one matrix."""
-    whole: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
-    return whole
-
-
-def _positions(rotary: Rotary | None, windows: int, batch: int | None) -> Rotary | None:
-    if rotary is None:
-        return None
-    cos, sin = rotary.cos, rotary.sin
-    if batch is None:
-        return Rotary(cos.flatten(0, 1), sin.flatten(0, 1), rotary.pairing)
-    same = bool((cos == cos[:1]).all()) and bool((sin == sin[:1]).all())
-    return Rotary(cos[0], sin[0], rotary.pairing) if same else rotary

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from holdfast.graph.values import FIXED, Map, Moving, Point, Step, Term, same
-from holdfast.network.affine import Affine
-from holdfast.network.base import Piece
-from holdfast.network.embedding import AddPositions
-from holdfast.network.entries import KinkedEntries, SmoothEntries
-from holdfast.network.pooling import ClassToken
-from holdfast.network.selection import Scale, Selection
+from holdfast.layers.activation.piece import KinkedEntries, SmoothEntries
+from holdfast.layers.linear.piece import Affine
+from holdfast.layers.piece import Piece
+from holdfast.layers.tokens.embedding import AddPositions
+from holdfast.layers.tokens.pooling import ClassToken
+from holdfast.layers.tokens.selection import Scale, Selection
 
 
 def matrix_of(value: Moving, shape: tuple[int, int] | None = None) -> Point:
@@ -29,6 +30,7 @@ def matrix_of(value: Moving, shape: tuple[int, int] | None = None) -> Point:
         made = next((point for known, point in value.point.memory if same(known, flat)), None)
         if made is None:
             made = _matrix_of(flat)
+            made = made if made is value.point else replace(made, origin=flat)
             value.point.memory.append((flat, made))
         value.memory[key] = made
     point: Point = value.memory[key]

@@ -17,10 +17,12 @@ from torch import Tensor, fx, nn
 
 from holdfast.attention import AttentionLayer
 from holdfast.errors import ConversionError, HoldfastError, InputError, UnsupportedAttentionError
-from holdfast.graph.export import Environment, ModelInputs, Program, Where, arguments, export, operator_name
+from holdfast.graph.attend import Attended
+from holdfast.graph.export import Environment, ModelInputs, Program, Where, arguments, export, operator_name, placed
+from holdfast.graph.head_norms import UnknownAttentionError
 from holdfast.graph.operators import MOVING, OPERATORS
 from holdfast.graph.reader import Reader
-from holdfast.graph.scores import Attended, Scores, UnknownAttentionError
+from holdfast.graph.scores import Scores
 from holdfast.graph.values import Moving, Point
 
 #: A rebuilt layer may differ from what the model computed by so much, relatively: rounding in the model's dtype.
@@ -55,7 +57,7 @@ def trace(model: nn.Module, inputs: ModelInputs) -> list[TracedLayer]:
     """Finds every dot-product self-attention of a model.
 
     Args:
-        model: unmodified, in the state in which it is to be analysed: `eval()` unless it has no dropout.
+        model: unmodified, in the state in which it is to be analyzed: `eval()` unless it has no dropout.
         inputs: one tensor; a mapping of keyword arguments (what a tokenizer returns); or a tuple of arguments.
 
     Raises:
@@ -127,11 +129,13 @@ class _Near:
         attentions: kernels, and softmaxes whose output is multiplied by something.
         nodes: those, and what lies between X and them: maps, and what is done to their outputs.
         content: what depends on the tensors that enter these maps; the rest, such as masks, is constant.
+        maps: linear maps, near or not.
     """
 
     attentions: tuple[fx.Node, ...]
     nodes: frozenset[fx.Node]
     content: frozenset[fx.Node]
+    maps: frozenset[fx.Node]
 
 
 def _near(program: Program) -> _Near:
@@ -142,27 +146,34 @@ def _near(program: Program) -> _Near:
         if operator_name(node) == _KERNEL or products:
             attentions.append(node)
             ends += [node, *products]
-    found, entering = set[fx.Node](), set[fx.Node]()
+    near, entering, dependent = set[fx.Node](), set[fx.Node](), program.dependent()
     pending = [(node, False) for node in ends]
     while pending:
         node, mapped = pending.pop()
         name = operator_name(node) if node.op == "call_function" else ""
         if name in MOVING or (not mapped and name in OPERATORS):
-            if node not in found:
-                found.add(node)
-                pending += [(source, mapped or name in _MAPS) for source in node.all_input_nodes]
+            if node not in near:
+                near.add(node)
+                pending += [(source, mapped or _maps(node, dependent)) for source in node.all_input_nodes]
         elif mapped:
             entering.add(node)
-    return _Near(tuple(attentions), frozenset(found), frozenset(_content(program, entering)))
+    maps = frozenset(node for node in calls if _maps(node, dependent))
+    return _Near(tuple(attentions), frozenset(near), frozenset(_content(program, entering)), maps)
+
+
+def _maps(node: fx.Node, dependent: set[fx.Node]) -> bool:
+    """Whether a node is a linear map: one by its name, or a product with something that is the same for all inputs."""
+    name = operator_name(node)
+    return name in _MAPS or (name in _PRODUCTS and any(source not in dependent for source in node.all_input_nodes))
 
 
 def _products(softmax: fx.Node) -> list[fx.Node]:
     """The products that probabilities enter, and the views on the way."""
-    found = [softmax]
-    for node in found:
-        found += [user for user in node.users if user.op == "call_function" and operator_name(user) in MOVING]
-    products = [user for node in found for user in node.users if operator_name(user) in _PRODUCTS]
-    return [*found[1:], *products] if products else []
+    reached = [softmax]
+    for node in reached:
+        reached += [user for user in node.users if user.op == "call_function" and operator_name(user) in MOVING]
+    products = [user for node in reached for user in node.users if operator_name(user) in _PRODUCTS]
+    return [*reached[1:], *products] if products else []
 
 
 def _content(program: Program, entering: set[fx.Node]) -> set[fx.Node]:
@@ -171,15 +182,15 @@ def _content(program: Program, entering: set[fx.Node]) -> set[fx.Node]:
     for node in reversed(program.nodes):
         if any(user in above for user in node.users):
             above.add(node)
-    dependent, found = program.dependent(), set[fx.Node]()
+    dependent, content = program.dependent(), set[fx.Node]()
     for node in program.nodes:
         value = node.meta.get("val")
         floating = isinstance(value, Tensor) and value.is_floating_point()
         starts = node.name in program.inputs and floating and node in above
         looked_up = node.op == "call_function" and operator_name(node) == "embedding" and node in dependent
-        if starts or looked_up or any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
+        if starts or looked_up or any(source in content for source in node.all_input_nodes):
+            content.add(node)
+    return content
 
 
 @final
@@ -222,12 +233,12 @@ class _Pass:
             return
         name = operator_name(node)
         behind = [s for s in node.all_input_nodes if self._behind(s) is not None]
-        if behind and name in _MAPS:
+        if behind and node in self._near.maps:
             symbol = self._symbols[behind[0]]
             one, _ = self._open.pop(symbol.point)
-            found = self._map(node, symbol)
-            if found is not None:
-                yield self._close(one, found, self._values[node])
+            mapped = self._map(node, symbol)
+            if mapped is not None:
+                yield self._close(one, mapped, self._values[node])
                 return
             self._open[symbol.point] = (one, self._values[behind[0]])
         if node not in self._near.nodes and not (behind and name in MOVING):
@@ -247,7 +258,7 @@ class _Pass:
         args: Any = fx.node.map_arg(node.args, self._argument)
         kwargs: Any = fx.node.map_arg(node.kwargs, self._argument)
         try:
-            return OPERATORS[name](self._reader, node.target, *args, **kwargs)
+            return OPERATORS[name](self._reader, node.target, *placed(args), **placed(kwargs))
         except ConversionError as error:
             known = any(isinstance(self._symbols.get(source), Scores) for source in node.all_input_nodes)
             if known or isinstance(error, UnknownAttentionError) or node in self._near.attentions:
@@ -299,6 +310,7 @@ class _Pass:
             w_o, b_o = mapped.map.matrix, mapped.map.bias
             w_o = w_o.reshape(*layer.w_o.shape[:2], -1)
             layer = layer.replace(w_o=w_o, b_o=b_o if bool(b_o.any()) else None)
+        layer = layer.to(device=one.x.device)
         error = _distance(one, layer, mapped, output)
         most = _TOLERANCE.get(output.dtype, 1e-5)
         if not error <= most:
@@ -311,15 +323,15 @@ class _Pass:
 
 def _distance(one: _Open, layer: AttentionLayer, mapped: Moving | None, output: Tensor) -> float:
     """How far the layer is from what the model computed, relatively, over the queries that have a key."""
-    found, keep = layer.double()(one.x.double()), ~one.attended.lonely
+    computed, keep = layer.double()(one.x.double()), ~one.attended.lonely
     if mapped is not None:
         rows = mapped.row[..., 0].flatten()
-        found, keep = found.flatten(0, 1)[rows], keep.flatten()[rows]
-        real = output.reshape(found.shape).double()
+        computed, keep = computed.flatten(0, 1)[rows], keep.flatten()[rows]
+        real = output.reshape(computed.shape).double()
     else:
         _, n, k = one.attended.value.shape
         real = output.reshape(len(one.x), -1, n, k).movedim(1, 2).flatten(-2).double()
-    difference, size = (torch.linalg.vector_norm(t[keep]) for t in (found - real, real))
+    difference, size = (torch.linalg.vector_norm(t[keep]) for t in (computed - real, real))
     return float(difference / size) if float(size) else float(difference)
 
 
@@ -333,11 +345,11 @@ def _batch(feed: Any) -> int:
 
 
 def _last_uses(program: Program) -> dict[fx.Node, list[fx.Node]]:
-    """After which node each value is not needed any more."""
+    """After which node each value is no longer needed."""
     order = {node: place for place, node in enumerate(program.nodes)}
-    found: dict[fx.Node, list[fx.Node]] = {}
+    uses: dict[fx.Node, list[fx.Node]] = {}
     for node in program.nodes:
         places = [order[user] for user in node.users if user in order]
         if places:
-            found.setdefault(program.nodes[max(places)], []).append(node)
-    return found
+            uses.setdefault(program.nodes[max(places)], []).append(node)
+    return uses

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from holdfast.network.base import Piece
+from holdfast.layers.piece import Piece
 
 #: The row of an entry that does not move.
 FIXED = -1
@@ -46,10 +46,15 @@ class Step:
 @final
 @dataclass(frozen=True, eq=False)
 class Point:
-    """A matrix (n, d) that moves: what enters the network, where `step` is None, or what a step computes."""
+    """A matrix (n, d) that moves: what enters the network, where `step` is None, or what a step computes.
+
+    Attributes:
+        origin: the tensor (n, d) whose matrix it is, as a function of an earlier point, where it was made of one.
+    """
 
     shape: tuple[int, int]
     step: Step | None = None
+    origin: Moving | None = None
     memory: list[tuple[Moving, Point]] = field(default_factory=list, repr=False)  # points that were made from it
 
     def view(self, shape: Sequence[int]) -> Moving:
@@ -262,7 +267,7 @@ def joined(parts: Sequence[Moving | Tensor], join: Callable[[list[Tensor]], Tens
     full = [(m, next(shifts)) if isinstance(m, Moving) else (fixed(m), 0) for m in parts]
     terms = []
     for i in range(max(len(m.terms) for m in moving)):
-        each = [term(m, i, shift) for m, shift in full]
-        terms.append(Term(join([t.column for t in each]), join([t.gain for t in each])))
+        ith_terms = [term(m, i, shift) for m, shift in full]
+        terms.append(Term(join([t.column for t in ith_terms]), join([t.gain for t in ith_terms])))
     row, constant = join([m.row for m, _ in full]), join([m.constant for m, _ in full])
     return Moving(first.point, row, tuple(terms), whole, constant)

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from holdfast.errors import HoldfastError, MemoryLimitError
 from holdfast.linalg.lanczos import estimate
-from holdfast.linalg.operator import Gram, MatrixOperator, ProvableOperator
+from holdfast.linalg.operator import Gram, ProvableOperator, SymmetricMatrix
 from holdfast.linalg.rounding import UNIT, Ball, frobenius_upper, gamma
 from holdfast.results import NormResult
 
 GIB = 2**30
 _FIRST_MARGIN = 1e-8
+_BLOCK = 256  # columns of a factor at a time
+_AT_ONCE = {"cpu": GIB / 8}  # bytes of several members of a batch: those that leave the cache gain nothing together
 
 
 def upper(operator: ProvableOperator, *, memory_limit: float = 8 * GIB) -> NormResult:
@@ -26,7 +28,7 @@ def upper(operator: ProvableOperator, *, memory_limit: float = 8 * GIB) -> NormR
 
         λ_max(G) = τ - λ_min(τI - G) <= τ + ‖A - LLᵀ‖ + ‖A - (τI - G)‖.
 
-    The two norms are bounded from the computed residual R = fl(A - LLᵀ): ‖A - LLᵀ‖ <= ‖R‖_F + γ_{N+2} (‖L‖_F² + ‖R‖_F)
+    The two norms are bounded from the computed residual R of A - LLᵀ: ‖A - LLᵀ‖ <= ‖R‖_F + γ_{N+4} (‖L‖_F² + ‖R‖_F)
     and the diagonal of A was rounded once. So the factorisation is checked after the fact and need not be trusted
     (Rump 2006 and Demmel 1989 bound the same defect beforehand, by γ_{N+1}/(1-γ_{N+1}) tr A, for a Cholesky by
     substitution). If Cholesky breaks down, τ was too small; it is raised and tried again.
@@ -50,7 +52,7 @@ def upper(operator: ProvableOperator, *, memory_limit: float = 8 * GIB) -> NormR
             'tokens, or ask for guarantee="numerical"'
         )
     count = operator.batch.numel()
-    step = max(1, int(min(count, memory_limit / need)))
+    step = max(1, int(min(count, min(memory_limit, _AT_ONCE.get(operator.device.type, memory_limit)) / need)))
     parts = [_prove(operator.part(i, min(i + step, count)).gram(), _FIRST_MARGIN) for i in range(0, count, step)]
     return NormResult(
         value=_finite(torch.cat([part.value for part in parts])).reshape(operator.batch),
@@ -104,7 +106,7 @@ def _largest_eigenvalue(G: Tensor, tolerance: float) -> Tensor:
     if G.shape[-1] <= 96:
         eigenvalues: Tensor = torch.linalg.eigvalsh(G)
         return eigenvalues[..., -1]
-    return estimate(MatrixOperator(G), tolerance=tolerance).value
+    return estimate(SymmetricMatrix(G), tolerance=tolerance).value
 
 
 def _shifted(G: Tensor, tau: Tensor) -> Tensor:
@@ -112,21 +114,38 @@ def _shifted(G: Tensor, tau: Tensor) -> Tensor:
     A = -G
     A.diagonal(dim1=-2, dim2=-1).add_(tau.unsqueeze(-1))
     rounding = Ball.exact(A.diagonal(dim1=-2, dim2=-1).abs().amax(-1)) * (2 * UNIT)
-    L, info = torch.linalg.cholesky_ex(A)
-    L = L.tril_()  # whatever it is, it is lower triangular
-    defect = _defect(A, L)
+    holds, defect = _factor(A, _BLOCK)
     proved = (Ball.exact(tau) + defect + rounding).upper
-    return torch.where((info == 0) & torch.isfinite(proved), proved, torch.full_like(proved, torch.inf))
+    return torch.where(holds & torch.isfinite(proved), proved, torch.full_like(proved, torch.inf))
 
 
-def _defect(A: Tensor, L: Tensor, block: int = 1024) -> Ball:
-    """A bound of ‖A - LLᵀ‖ for the symmetric matrix whose lower triangle is A's; L is lower triangular."""
+def _factor(A: Tensor, block: int) -> tuple[Tensor, Ball]:
+    """Puts a factor L in the place of the lower triangle of A, by blocks of columns.
+
+    Returns whether Cholesky went through, and a bound of ‖A - LLᵀ‖ for the symmetric matrix whose lower triangle is
+    A's. It is checked where it was made: of a block of columns B = L[start:, :stop], S = fl(A - what the columns before
+    it give) less the product of B with its own top is the residual. S and the residual are rounded, by less than
+    γ|L||Lᵀ| and the residual itself allow for (docs/math/rounding.md).
+    """
     size = A.shape[-1]
-    total = Ball.exact(torch.zeros_like(A[..., 0, 0]))
+    holds = torch.ones(A.shape[:-2], dtype=torch.bool, device=A.device)
+    residuals, lengths = [], []
     for start in range(0, size, block):
         stop = min(start + block, size)
-        R = A[..., start:stop, :stop] - L[..., start:stop, :stop] @ L[..., :stop, :stop].mT
-        total = total + Ball.exact(frobenius_upper(R)).square() * 2.0  # each entry below the diagonal stands twice
-    residual = Ball.exact(total.upper).sqrt()
-    product = Ball.exact(frobenius_upper(L)).square()
-    return residual + (product + residual) * gamma(size + 2)
+        S = A[..., start:, start:stop]
+        if start:
+            S = S - A[..., start:, :start] @ A[..., start:stop, :start].mT
+        top, info = torch.linalg.cholesky_ex(S[..., : stop - start, :])
+        top = top.tril()  # whatever it is, it is lower triangular
+        below = torch.linalg.solve_triangular(top.mT, S[..., stop - start :, :], upper=True, left=False)
+        L = torch.cat([top, below], -2)
+        residuals.append(frobenius_upper(S - L @ top.mT))
+        lengths.append(frobenius_upper(L))
+        A[..., start:, start:stop] = L
+        holds = holds & (info == 0)
+        if not bool(holds.any()):
+            break
+    # Each entry below the diagonal stands twice.
+    residual = (Ball.exact(torch.stack(residuals, -1)).square().sum(-1) * 2.0).sqrt()
+    product = Ball.exact(torch.stack(lengths, -1)).square().sum(-1)
+    return holds, residual + (product + residual) * gamma(size + 4)

@@ -52,8 +52,9 @@ def estimate(
         top = krylov.top()
         if krylov.steps == limit or not bool((top.error > tolerance * top.value).any()):
             break
-        # The small eigenproblems are cheap beside a step for a few members, not for many thousands.
-        look = krylov.steps + max(1, krylov.steps // (16 if operator.batch.numel() < 1000 else 2))
+        # The small eigenproblems are cheap beside a step for a few members on a CPU, not elsewhere.
+        rarely = operator.device.type != "cpu" or operator.batch.numel() >= 1000
+        look = krylov.steps + max(1, krylov.steps // (2 if rarely else 16))
     batch, dtype = operator.batch, operator.dtype
     right = _combine(krylov.right, top.right).reshape((*batch, *operator.domain))
     if krylov.left.is_kept:

@@ -6,6 +6,7 @@ shape (directions…, batch…, domain…): any number of directions in front, a
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class LinearOperator(ABC):
 
 @dataclass(frozen=True)
 class Gram:
-    """A float64 symmetric matrix G with | ‖map/scale‖² - λ_max(G) | <= error, for each member of a batch.
+    """A float64 symmetric matrix G within `error`, in the spectral norm, of that of map/scale, for members of a batch.
 
     Only the lower triangle counts; the upper one mirrors it.
     """
@@ -96,25 +97,7 @@ class AssembledOperator(ProvableOperator):
 
     @final
     def gram(self) -> Gram:
-        """G = J Jᵀ or JᵀJ, whichever is smaller.
-
-        With Ĵ the computed matrix, ‖Ĵ - J‖_F <= e and K the inner length,
-        ‖fl(ĴĴᵀ) - JJᵀ‖ <= γ_K ‖Ĵ‖_F² + 2 e ‖Ĵ‖_F + e² (Higham 2002, section 3.5, and ‖|Ĵ|‖ <= ‖Ĵ‖_F).
-        Ĵ is first divided by a power of two, so that nothing overflows; what underflows is below the last term.
-        """
-        enclosure = self.enclose()
-        J, e = enclosure.matrix, enclosure.error
-        if J.shape[-2] > J.shape[-1]:
-            J = J.mT
-        # The error may be larger than the matrix, where that nearly vanishes.
-        largest = torch.maximum(J.abs().amax((-2, -1), keepdim=True), e[..., None, None])
-        scale = power_of_two(largest, (-2, -1))
-        J = J / scale
-        scale = scale.squeeze((-2, -1))
-        norm = Ball.exact(frobenius_upper(J))
-        e_scaled = Ball.exact(up(up(e / scale) + J.shape[-2] * J.shape[-1] * 2.0**-1022))
-        error = norm.square() * gamma(J.shape[-1] + 2) + norm * e_scaled * 2.0 + e_scaled.square()
-        return Gram(_symmetric_product(J), error.upper, scale)
+        return self.enclose().gram
 
 
 @dataclass(frozen=True)
@@ -123,6 +106,35 @@ class Enclosure:
 
     matrix: Tensor
     error: Tensor
+
+    @cached_property
+    def gram(self) -> Gram:
+        """G = J Jᵀ or JᵀJ, whichever is smaller.
+
+        With Ĵ the computed matrix, ‖Ĵ - J‖_F <= e and K the inner length,
+        ‖fl(ĴĴᵀ) - JJᵀ‖ <= γ_K ‖Ĵ‖_F² + 2 e ‖Ĵ‖_F + e² (Higham 2002, section 3.5, and ‖|Ĵ|‖ <= ‖Ĵ‖_F).
+        Ĵ is first divided by a power of two, so that nothing overflows; what underflows is below the last term.
+        """
+        J, e = self.matrix, self.error
+        if J.shape[-2] > J.shape[-1]:
+            J = J.mT
+        # The error may be larger than the matrix, where that nearly vanishes.
+        largest = torch.linalg.vector_norm(J, math.inf, (-2, -1), keepdim=True)
+        scale = power_of_two(torch.maximum(largest, e[..., None, None]), (-2, -1))
+        J, scale = J / scale, scale.squeeze((-2, -1))
+        norm = Ball.exact(up(self.length / scale))
+        e_scaled = Ball.exact(self.scaled_error(scale))
+        error = norm.square() * gamma(J.shape[-1] + 2) + norm * e_scaled * 2.0 + e_scaled.square()
+        return Gram(_symmetric_product(J), error.upper, scale)
+
+    @cached_property
+    def length(self) -> Tensor:
+        """A bound of the Frobenius norm of the float64 matrix."""
+        return frobenius_upper(self.matrix)
+
+    def scaled_error(self, scale: Tensor) -> Tensor:
+        """The error of the matrix divided by a power of two, with what underflows then."""
+        return up(up(self.error / scale) + self.matrix.shape[-2] * self.matrix.shape[-1] * 2.0**-1022)
 
 
 def _symmetric_product(J: Tensor, block: int = 1024) -> Tensor:
@@ -164,6 +176,21 @@ class MatrixOperator(AssembledOperator):
     def enclose(self) -> Enclosure:
         ball = self.matrix if isinstance(self.matrix, Ball) else Ball.exact(self.matrix)
         return Enclosure(ball.mid, frobenius_upper(ball.rad))
+
+
+@final
+class SymmetricMatrix(LinearOperator):
+    """Stored symmetric matrices (*batch, m, m), read by rows: their columns cost several times as much."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self._matrix = matrix
+        super().__init__(matrix.shape[:-2], matrix.shape[-1:], matrix.shape[-1:], matrix)
+
+    def mv(self, v: Tensor) -> Tensor:
+        return (self._matrix @ v.unsqueeze(-1)).squeeze(-1)
+
+    def rmv(self, u: Tensor) -> Tensor:
+        return self.mv(u)
 
 
 @final

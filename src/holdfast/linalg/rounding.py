@@ -51,7 +51,7 @@ def down(x: Tensor) -> Tensor:
 
 def power_of_two(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """A power of two within a factor 2 of the largest magnitude over `dims` (kept), or 1: scaling by it is exact."""
-    largest = x.abs().amax(dims, keepdim=True)
+    largest = torch.linalg.vector_norm(x, math.inf, dims, keepdim=True)
     usable = torch.isfinite(largest) & (largest > 0)
     exponent = torch.frexp(torch.where(usable, largest, 0.5)).exponent
     most = 1020 if x.dtype == torch.float64 else 120  # its reciprocal must be representable too
@@ -62,7 +62,7 @@ def frobenius_upper(x: Tensor, dims: tuple[int, ...] = (-2, -1)) -> Tensor:
     """A proved upper bound of the Frobenius norm of the float64 tensor `x` over `dims`."""
     scale = power_of_two(x, dims)
     terms = math.prod(x.shape[dim] for dim in dims)
-    norm = (x / scale).square_().sum(dims).sqrt()
+    norm = torch.linalg.vector_norm(x / scale, dim=dims)
     return _grow(norm * scale.squeeze(dims), terms)
 
 
@@ -70,7 +70,7 @@ def _grow(radius: Tensor, terms: int = 1) -> Tensor:
     """Pays for the rounding of a radius that was summed from `terms` products."""
     if radius.dtype != torch.float64:
         raise InputError(f"a bound of rounding errors met {radius.dtype}; expected float64: lift it by Ball.exact")
-    return radius * (1.0 + (terms + 16) * 2 * UNIT) + (3 * terms + 8) * FLOOR
+    return (radius * (1.0 + (terms + 16) * 2 * UNIT)).add_((3 * terms + 8) * FLOOR)
 
 
 def _known(mid: Tensor, rad: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def gram_norm(
     Args:
         gram: the matrices.
         error: (*b) how far M may be from each.
-        squarings: at most so many.
+        squarings: how many, at most.
         tolerance: relative, of the result.
     """
     size = gram.shape[-1]
@@ -36,8 +36,8 @@ def gram_norm(
         now = torch.where(now > 0, now, 1.0)
         shorter = torch.log(now) / 2 ** (k + 1)
         log = log + shorter
-        found = torch.exp(log / 2) * (1 + 1e-12)
-        bound = torch.where(open_ & (found < bound), found, bound)  # not a number stays so
+        candidate = torch.exp(log / 2) * (1 + 1e-12)
+        bound = torch.where(open_ & (candidate < bound), candidate, bound)  # not a number stays so
         open_ = open_ & (shorter < -2 * tolerance)
         if k + 1 == squarings or (tolerance and not bool(open_.any())):
             break
@@ -49,8 +49,8 @@ def _length(gram: Float64[Tensor, "*b m m"]) -> Float64[Tensor, "*b"]:
     """`frobenius_upper` in one pass, where no square overflows or underflows."""
     plain = torch.linalg.matrix_norm(gram)
     usual = (plain > 1e-140) & (plain < 1e140)
-    found: Tensor = plain * (1 + (gram.shape[-1] ** 2 + 16) * UNIT)
-    return found if bool(usual.all()) else torch.where(usual, found, frobenius_upper(gram))
+    length: Tensor = plain * (1 + (gram.shape[-1] ** 2 + 16) * UNIT)
+    return length if bool(usual.all()) else torch.where(usual, length, frobenius_upper(gram))
 
 
 def thin_gram_norm(rows: Float64[Tensor, "*b m k"], squarings: int = 2) -> Float64[Tensor, "*b"]:

@@ -1,10 +1,12 @@
 """Small trained models that come with the package, and transformers that are built from a config to be certified."""
 
+from holdfast.data.digits import Digits, demo_digits
 from holdfast.models.config import ModelConfig, config, named_configs, read_config
-from holdfast.models.digits import Digits, DigitsViT, demo_digits, load_digits_vit
+from holdfast.models.digits import DigitsViT, load_digits_vit
 from holdfast.models.files import load, save
 from holdfast.models.shelf import Shelved, put_on_shelf, shelved
 from holdfast.models.transformer import Transformer
+from holdfast.models.vit import VisionTransformer
 
 __all__ = [
     "Digits",
@@ -12,6 +14,7 @@ __all__ = [
     "ModelConfig",
     "Shelved",
     "Transformer",
+    "VisionTransformer",
     "config",
     "demo_digits",
     "load",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, final, get_args, get_type_hints
 
 from holdfast.errors import InputError, UnknownNameError
-from holdfast.nn.linear import MapKind
-from holdfast.storage import Pathlike
+from holdfast.layers.linear.module import MapKind
+from holdfast.storage import Pathlike, read_toml
 
 CONFIGS = Path(__file__).with_name("configs")
 
@@ -150,34 +149,29 @@ def config(name: str) -> ModelConfig:
         >>> config("lofast-vit depth=2 heads=4 patch=8 attention_norm=0.5").depth
         2
     """
-    found = named_configs()
-    if name not in found:
-        raise UnknownNameError("model", name, found)
-    return found[name]
+    configs = named_configs()
+    if name not in configs:
+        raise UnknownNameError("model", name, configs)
+    return configs[name]
 
 
 def named_configs() -> dict[str, ModelConfig]:
     """Every shipped config by name; a [grid] table gives one for each combination of its values."""
-    found = {}
+    configs = {}
     for path in sorted(CONFIGS.glob("*.toml")):
         base, grid = read_config(path), _tables(path).get("grid", {})
         if not grid:
-            found[path.stem] = base
+            configs[path.stem] = base
             continue
         for values in itertools.product(*grid.values()):
             chosen = dict(zip(grid, values, strict=True))
             suffix = " ".join(f"{key}={value:g}" for key, value in chosen.items())
-            found[f"{path.stem} {suffix}"] = replace(base, **chosen)
-    return found
+            configs[f"{path.stem} {suffix}"] = replace(base, **chosen)
+    return configs
 
 
 def _tables(path: Path) -> dict[str, Any]:
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"no file {str(path)!r}; expected a TOML file with a [model] table") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read as TOML: {error}") from None
+    tables = read_toml(path, "a [model] table")
     if not isinstance(tables.get("model"), dict):
         raise InputError(f"{path} has no table [model]; found {', '.join(tables) or 'nothing'}")
     return tables

@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from holdfast.data.digits import CLASSES, SIDE
 from holdfast.errors import InputError
+from holdfast.models.hub import OnHub
+from holdfast.models.vit import Block
 
-SIDE = 8  # pixels along one side of an image
 PATCH = 2  # pixels along one side of a patch
-CLASSES = 10
-MAX_PIXEL = 16  # the digits come in 17 grey levels, 0 to 16
 
 WEIGHTS_FILE = Path(__file__).with_name("digits_vit.safetensors")
-DIGITS_FILE = Path(__file__).with_name("digits_test.safetensors")
 
 
-class Block(nn.Module):
-    """A pre-LayerNorm transformer block: attention, then an MLP, each added to its input."""
-
-    def __init__(self, width: int, heads: int, units: int) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
-        self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, units), nn.GELU(), nn.Linear(units, width))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Maps tokens (b, n, d) to tokens of the same shape."""
-        normed = self.attention_norm(tokens)
-        mixed, _ = self.attention(normed, normed, normed, need_weights=False)
-        tokens = tokens + mixed
-        updated: Tensor = tokens + self.mlp(self.mlp_norm(tokens))
-        return updated
-
-
-class DigitsViT(nn.Module):
+class DigitsViT(OnHub):
     """A vision transformer for 8×8 grey digits: 16 patches of 2×2 pixels and a class token.
 
     Args:
@@ -51,6 +31,7 @@ class DigitsViT(nn.Module):
 
     def __init__(self, depth: int = 2, width: int = 32, heads: int = 4, mlp: int | None = None) -> None:
         super().__init__()
+        self._arguments = {"depth": depth, "width": width, "heads": heads, "mlp": mlp}
         patches = (SIDE // PATCH) ** 2
         self.embedding = nn.Linear(PATCH**2, width)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
@@ -64,6 +45,10 @@ class DigitsViT(nn.Module):
         tokens = self.blocks(self._embed(images))
         logits: Tensor = self.head(self.norm(tokens[:, 0]))
         return logits
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return dict(self._arguments)
 
     def attention_inputs(self, images: Tensor) -> dict[str, tuple[nn.MultiheadAttention, Tensor]]:
         """Returns each attention module, by qualified name, with the tensor (b, 17, d) that enters it."""
@@ -83,29 +68,8 @@ class DigitsViT(nn.Module):
         return torch.cat([class_tokens, self.embedding(patches)], dim=1) + self.positions
 
 
-@dataclass(frozen=True)
-class Digits:
-    """Handwritten digits with their labels.
-
-    Attributes:
-        images: (b, 8, 8), float32 pixels in [0, 1].
-        labels: (b,), the digit each image shows.
-        indices: (b,), the place of each image in `sklearn.datasets.load_digits()`.
-    """
-
-    images: Tensor
-    labels: Tensor
-    indices: Tensor
-
-
 def load_digits_vit() -> DigitsViT:
     """Loads the trained model, frozen and in evaluation mode."""
     model = DigitsViT()
     model.load_state_dict(load_file(WEIGHTS_FILE))
     return model.eval().requires_grad_(False)
-
-
-def demo_digits() -> Digits:
-    """Loads 32 digits from the test split: none of them was seen in training."""
-    stored = load_file(DIGITS_FILE)
-    return Digits(stored["images"].float() / MAX_PIXEL, stored["labels"], stored["indices"])

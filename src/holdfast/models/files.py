@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from holdfast.errors import InputError
 from holdfast.models.config import ModelConfig, config_from
-from holdfast.models.transformer import Transformer
+from holdfast.models.transformer import CONFIG_KEY, Transformer
 from holdfast.storage import Pathlike, read_metadata, read_tensors, write_tensors
 
 SHELF = Path(__file__).with_name("shelf")  # trained models that come with the package
-
-_KEY = "holdfast_model"
 
 
 def save(model: Transformer, path: Pathlike, notes: Mapping[str, str] | None = None) -> None:
@@ -26,7 +23,7 @@ def save(model: Transformer, path: Pathlike, notes: Mapping[str, str] | None = N
         path: of the safetensors file.
         notes: further metadata, such as seed and command.
     """
-    write_tensors(path, model.state_dict(), {**(notes or {}), _KEY: json.dumps(asdict(model.config))})
+    write_tensors(path, model.state_dict(), {**(notes or {}), **model.notes})
 
 
 def load(path: Pathlike) -> Transformer:
@@ -51,9 +48,9 @@ def halve(path: Pathlike, target: Pathlike) -> None:
 
 def stored_config(path: Pathlike) -> ModelConfig:
     """The config of a model that `save` wrote."""
-    stored = read_metadata(path).get(_KEY)
+    stored = read_metadata(path).get(CONFIG_KEY)
     if stored is None:
-        raise InputError(f"{os.fspath(path)!r} is not a model of this package: its metadata has no {_KEY}")
+        raise InputError(f"{os.fspath(path)!r} is not a model of this package: its metadata has no {CONFIG_KEY}")
     return config_from(json.loads(stored), os.fspath(path))
 
 

@@ -11,6 +11,7 @@ from typing import Any, final
 from holdfast.errors import InputError
 from holdfast.models import files
 from holdfast.models.config import ModelConfig
+from holdfast.network.digest import weights_digest
 from holdfast.results import CertificationRun
 from holdfast.storage import Pathlike, read_metadata, read_tensors, write_tensors
 
@@ -21,7 +22,7 @@ _KEY = "holdfast_shelf"
 
 @final
 @dataclass(frozen=True)
-class Certified:
+class ShelvedRun:
     """What a run of `holdfast certify` showed of a model.
 
     Attributes:
@@ -45,7 +46,7 @@ class Certified:
     command: str
 
     @classmethod
-    def of(cls, run: CertificationRun) -> Certified:
+    def of(cls, run: CertificationRun) -> ShelvedRun:
         """The numbers of a run that is complete."""
         if run.missing:
             raise InputError(f"the run lacks {len(run.missing)} inputs; certify them first: the same command goes on")
@@ -81,7 +82,7 @@ class Shelved:
     seed: str
     command: str
     training: Mapping[str, Any]
-    certified: tuple[Certified, ...]
+    certified: tuple[ShelvedRun, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
@@ -90,7 +91,7 @@ class Shelved:
 
 def shelved() -> tuple[Shelved, ...]:
     """The models on the shelf, by name."""
-    return tuple(_read(path) for path in sorted(files.SHELF.glob("*.safetensors")))
+    return tuple(read_shelved(path) for path in sorted(files.SHELF.glob("*.safetensors")))
 
 
 def put_on_shelf(name: str, path: Pathlike, *runs: CertificationRun) -> Shelved:
@@ -101,24 +102,24 @@ def put_on_shelf(name: str, path: Pathlike, *runs: CertificationRun) -> Shelved:
         path: of the model, as `holdfast train` writes it.
         runs: of `holdfast certify` on the same weights.
     """
-    from holdfast.certification.settings import weights_digest  # which itself loads models
-
     if not name or Path(name).name != name:
         raise InputError(f"the name is {name!r}; expected a word without slashes")
     digest = weights_digest(files.load(path).to_network())
     for run in runs:
         if run.settings["weights"] != digest:
             raise InputError(f"the run on {run.data!r} certified other weights than those of {str(path)!r}")
-    notes = {_KEY: json.dumps([asdict(Certified.of(run)) for run in runs])}
+    notes = {_KEY: json.dumps([asdict(ShelvedRun.of(run)) for run in runs])}
     target = files.SHELF / f"{name}.safetensors"
     size = Path(path).stat().st_size
     if size > LIMIT:
         raise InputError(f"{str(path)!r} has {size:,} bytes; the shelf takes files of at most {LIMIT:,}")
     write_tensors(target, read_tensors(path), read_metadata(path) | notes)
-    return _read(target)
+    return read_shelved(target)
 
 
-def _read(path: Path) -> Shelved:
+def read_shelved(name: Pathlike) -> Shelved:
+    """What is known of a model on the shelf, or in a file that `holdfast train` wrote."""
+    path = files.shelf_file(name) or Path(name)
     notes = read_metadata(path)
     return Shelved(
         path.stem,
@@ -126,5 +127,5 @@ def _read(path: Path) -> Shelved:
         notes.get("seed", ""),
         notes.get("command", ""),
         json.loads(notes.get("training", "{}")),
-        tuple(Certified(**each) for each in json.loads(notes.get(_KEY, "[]"))),
+        tuple(ShelvedRun(**run) for run in json.loads(notes.get(_KEY, "[]"))),
     )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
-from typing import final
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Self, final
 
 import torch
 from jaxtyping import Float, Float64
@@ -12,9 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from holdfast.errors import InputError
-from holdfast.models.config import ModelConfig
-from holdfast.network.network import Head, Network
-from holdfast.nn import (
+from holdfast.layers import (
     Chain,
     Convolution,
     Entrywise,
@@ -33,10 +34,15 @@ from holdfast.nn import (
     UnitRowHead,
     shift_scores,
 )
+from holdfast.models.config import ModelConfig, config_from
+from holdfast.models.hub import OnHub
+from holdfast.network.network import Head, Network
+
+CONFIG_KEY = "holdfast_model"  # of a file's metadata
 
 
 @final
-class Transformer(nn.Module):
+class Transformer(OnHub):
     """A classifier of images or of word ids: embedding, blocks, pooling, linear head.
 
     Images become tokens by a 1-Lipschitz map; words become their embeddings, and that is where they are perturbed.
@@ -73,6 +79,20 @@ class Transformer(nn.Module):
         tokens = inputs if self.words is None else self.words(inputs)
         logits: Tensor = self.head(self.pool(self.body(tokens))).squeeze(1)
         return logits
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"config": self.config}
+
+    @classmethod
+    def built(cls, arguments: Mapping[str, Any], source: str) -> Self:
+        given = arguments.get("config", arguments)
+        return cls(given if isinstance(given, ModelConfig) else config_from(given, source))
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """The config, under the key by which files of models are known."""
+        return {CONFIG_KEY: json.dumps(asdict(self.config))}
 
     @property
     def attentions(self) -> tuple[SelfAttention, ...]:

@@ -11,6 +11,8 @@ Tangents and adjoints travel in the same way (Lemma 2), with one more term where
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,13 +22,14 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from holdfast.bounds.arithmetic import Arithmetic, Numerical, Proved
 from holdfast.errors import InputError, MemoryLimitError
+from holdfast.layers.piece import LinearPiece, Piece
 from holdfast.linalg import Ball
+from holdfast.linalg.arithmetic import Arithmetic, Numerical, Proved
 from holdfast.linalg.certified import GIB
+from holdfast.linalg.curves import outward
 from holdfast.linalg.rounding import UNIT, as_ball, frobenius_upper
-from holdfast.network.base import LinearPiece, Piece
-from holdfast.network.curves import outward
+from holdfast.linalg.threat import L2, Threat
 from holdfast.network.network import Network, Residual
 from holdfast.network.site import LARGE, Site
 from holdfast.results import Guarantee
@@ -124,6 +127,7 @@ class Centre:
         guarantee: "proved", or "numerical" for plain float64 and iterated norms.
         memory_limit: bytes that one dense Jacobian, or one proved norm, may hold.
         like: a centre whose network may differ in its first piece alone; what they share is computed once.
+        deadline: the `time.monotonic()` from which on nothing that takes long is begun; the prediction is always made.
 
     Attributes:
         a: the arithmetic of what concerns no single piece; compositions keep there what they share.
@@ -142,10 +146,13 @@ class Centre:
         guarantee: Guarantee = "proved",
         memory_limit: float = 4 * GIB,
         like: Centre | None = None,
+        deadline: float = math.inf,
     ) -> None:
         if x.ndim != 3 or not x.is_floating_point():
             raise InputError(f"inputs have shape {tuple(x.shape)} and dtype {x.dtype}; expected floats (b, n, d)")
+        network.check_classes()
         self.network, self.x, self.guarantee, self._memory_limit = network, x.detach().double(), guarantee, memory_limit
+        self.deadline, self._arrived = deadline, False
         self.a, self.like = self.arithmetic(), like
         with torch.no_grad():
             blind = not self.proved or self.x.shape[-2] * self.x.shape[-1] <= LARGE
@@ -153,6 +160,7 @@ class Centre:
                 self._walk_blindly()
             if self.proved and not (blind and bool((self._hidden <= _TRACE * self.margins).all())):
                 self._walk_by_gains()
+        self._arrived = True
 
     @property
     def proved(self) -> bool:
@@ -161,7 +169,7 @@ class Centre:
     @cached_property
     def numerical(self) -> Centre:
         """The same without a proof: for guesses of what can be proved."""
-        return Centre(self.network, self.x, guarantee="numerical", memory_limit=self._memory_limit)
+        return self._again(self.x, "numerical")
 
     @property
     def separable(self) -> bool:
@@ -171,12 +179,29 @@ class Centre:
 
     def alone(self) -> list[Centre]:
         """Every input by itself."""
-        each = (self.x[i : i + 1] for i in range(len(self.x)))
-        return [Centre(self.network, x, guarantee=self.guarantee, memory_limit=self._memory_limit) for x in each]
+        return [self.at(self.x[i : i + 1]) for i in range(len(self.x))]
+
+    def at(self, x: Float64[Tensor, "b n d"]) -> Centre:
+        """The network at other inputs."""
+        return self._again(x, self.guarantee)
+
+    def _again(self, x: Tensor, guarantee: Guarantee) -> Centre:
+        limit, deadline = self._memory_limit, self.deadline
+        return Centre(self.network, x, guarantee=guarantee, memory_limit=limit, deadline=deadline)
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the deadline is over, for all that comes after the prediction."""
+        return self._arrived and time.monotonic() > self.deadline
 
     def arithmetic(self) -> Arithmetic[Any]:
         """A fresh arithmetic: it keeps what one piece has computed, so no two pieces share one."""
-        return Proved(self._memory_limit) if self.proved else Numerical()
+
+        def overdue() -> bool:
+            return self.overdue
+
+        asked = bool if self.deadline == math.inf else overdue
+        return Proved(self._memory_limit, asked) if self.proved else Numerical(overdue=asked)
 
     def _walk_blindly(self) -> None:
         """Through all stages in balls: hardly ever enough for large inputs."""
@@ -255,13 +280,17 @@ class Centre:
 
     @cached_property
     def first_order_radius(self) -> Float64[Tensor, " b"]:
-        """An estimate, at which a search begins: the lead over each of two other classes divided by its slope."""
+        """An estimate, at which a search begins: where the lead over one of two other classes ends, to first order."""
+        return self.first_order(L2)
+
+    def first_order(self, threat: Threat) -> Float64[Tensor, " b"]:
+        """The same for perturbations of another kind."""
         x = self.x.clone().requires_grad_()
         with torch.enable_grad():
             top = self.network(x).topk(min(3, len(self.network.head.bias)), -1).values
             leads = top[:, :1] - top[:, 1:]
             slopes = [torch.autograd.grad(lead.sum(), x, retain_graph=True)[0] for lead in leads.unbind(-1)]
-        radii = leads.detach() / torch.stack([torch.linalg.vector_norm(slope, dim=(-2, -1)) for slope in slopes], -1)
+        radii = leads.detach() / torch.stack([threat.steepness(slope) for slope in slopes], -1)
         least = radii.amin(-1)
         return torch.where(torch.isfinite(least) & (least > 0), least, 1.0)
 
@@ -320,6 +349,7 @@ def _applied(site: Site, apply: Callable[[Any, Any], Any], t: Enclosed, dims: tu
     """A linear map that depends on u, taken at ũ: the local defect, the distance of ũ from u, the error so far."""
     b, n, d = site.u.shape
     chunks = torch.split(t.value, max(1, _CHUNK // (b * n * max(n, d))))
+    site.a.in_time()
     if not site.proved:
         return Enclosed(torch.cat([apply(site.u, chunk) for chunk in chunks]), t.error)
     u = Ball.exact(site.u)

@@ -9,9 +9,11 @@ from typing import final
 from jaxtyping import Float64
 from torch import Tensor
 
+from holdfast.errors import InputError
+from holdfast.layers.piece import Piece
 from holdfast.linalg import Array
+from holdfast.linalg.ball_map import BallMap
 from holdfast.linalg.rounding import lift
-from holdfast.network.base import Piece
 
 
 @final
@@ -20,6 +22,10 @@ class Residual:
     """u ↦ u + f(u), with f a chain of pieces: the blocks of a pre-norm transformer."""
 
     pieces: tuple[Piece, ...]
+
+    def __post_init__(self) -> None:
+        if not self.pieces:
+            raise InputError("a residual branch has no pieces; expected at least one")
 
 
 @final
@@ -36,7 +42,7 @@ class Head:
 
 
 @final
-class Network:
+class Network(BallMap):
     """A classifier f = head ∘ f_K ∘ … ∘ f_1 on inputs (…, n, d).
 
     Args:
@@ -60,6 +66,11 @@ class Network:
         """Every piece, in the order of computation."""
         for stage in self.stages:
             yield from stage.pieces if isinstance(stage, Residual) else (stage,)
+
+    def check_classes(self) -> None:
+        """Refuses a head in which no class can take the place of another."""
+        if (classes := len(self.head.bias)) < 2:
+            raise InputError(f"{self.name} has {classes} class; expected two or more, one of which leads")
 
     def after(self, stages: int) -> Network:
         """The rest of the network once the first `stages` stages are done: for perturbations of a layer's input."""

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, final
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from holdfast.attention import AttentionJacobian
-from holdfast.bounds.arithmetic import Arithmetic
 from holdfast.errors import NotApplicableError
+from holdfast.layers.piece import LinearPiece, Piece, SmoothPiece
+from holdfast.linalg.arithmetic import Arithmetic
+from holdfast.linalg.curves import BEYOND, ZERO, Curve, Grid, or_unbounded, outward
 from holdfast.linalg.rounding import frobenius_upper
-from holdfast.network.attention import Attention
-from holdfast.network.base import LinearPiece, Piece, SmoothPiece
-from holdfast.network.curves import BEYOND, ZERO, Curve, Grid, or_unbounded, outward
 
 #: At more numbers than this the norm of a Jacobian costs too much, and `rows` moves attention without one.
 LARGE = 2048
@@ -47,9 +45,8 @@ class Site:
         a: Arithmetic[Any],
     ) -> None:
         self.piece, self.u, self.r, self._scale, self.a = piece, u, or_unbounded(r), scale, a
-        # Attention's own bounds cost many norms: they are asked for only where the derivatives at u say little.
-        self._patience = 0.25 if isinstance(piece, Attention) else -1.0
-        # Nothing is to be hoped for on balls larger than their centre, and much would be computed in vain.
+        self._patience = 0.25 if piece.costly else -1.0
+        # Balls larger than their centre prove nothing as a rule, and cost much.
         free = isinstance(piece, LinearPiece) or not isinstance(piece, SmoothPiece)
         self._limit = torch.full_like(r, sys.float_info.max) if free else 1 + frobenius_upper(u)
 
@@ -100,16 +97,15 @@ class Site:
     @property
     def gain_here(self) -> Float64[Tensor, " b"]:
         """A bound of ‖Df‖ between u and ũ."""
-        if isinstance(self.piece, Attention):  # its own bound costs many norms, and has nothing to add so near to ũ
-            return outward(self._slope + self.r * self.curvature_here)
-        return self._gain(self._here).squeeze(-1)
+        if self._slope is None:
+            return self._gain(self._here).squeeze(-1)
+        return outward(self._slope + self.r * self.curvature_here)
 
     @cached_property
-    def _slope(self) -> Float64[Tensor, " b"]:
-        """‖Df(ũ)‖ of attention."""
-        assert isinstance(self.piece, Attention)
-        a, layer = self.a.at(self.piece, self.u), self.piece.layer
-        return a.number(a.once("jacobian", lambda: a.norm(AttentionJacobian(layer, self.u))))
+    def _slope(self) -> Float64[Tensor, " b"] | None:
+        """‖Df(ũ)‖, where the piece offers it."""
+        slope = self.smooth_piece.slope(self.a, self.u)
+        return None if slope is None else self.a.number(slope)
 
     @property
     def curvature_here(self) -> Float64[Tensor, " b"]:
@@ -123,7 +119,7 @@ class Site:
         # So near to ũ the exact slope has little to add: it is worth its norm for few numbers only.
         if self.smooth and self.u.shape[-2:].numel() < LARGE and not isinstance(self.piece, LinearPiece):
             return self.gain_here * r
-        reach = self._reach_by("rows")
+        reach = self.piece.reach_by("rows")
         return self.a.number(reach(self.a, self.u, self.a.lift(r.unsqueeze(-1)))).squeeze(-1)
 
     @property
@@ -155,7 +151,7 @@ class Site:
 
         def evaluate(rho: Tensor) -> Tensor:
             radii = outward(rho + self.r.unsqueeze(-1)) if bool((self.r > 0).any()) else rho
-            return self.a.number(constant(self.a, self.u, self.a.lift(radii)))
+            return or_unbounded(self.a.number(constant(self.a, self.u, self.a.lift(radii))))
 
         return evaluate
 
@@ -171,10 +167,7 @@ class Site:
 
     def _own_reach(self, rho: Float64[Tensor, "b e"], method: str = "best") -> Float64[Tensor, "b e"]:
         """‖f(u + δ) - f(u)‖ <= ‖f(u + δ) - f(ũ)‖ + ‖f(ũ) - f(u)‖."""
-        moved = self._around(self._reach_by(method))
+        moved = self._around(self.piece.reach_by(method))
         if not bool((self.r > 0).any()):
             return moved(rho)
         return outward(moved(rho) + moved(torch.zeros_like(rho[..., :1])))
-
-    def _reach_by(self, method: str) -> Callable[[Arithmetic[Any], Tensor, Any], Any]:
-        return partial(self.piece.reach, method=method) if isinstance(self.piece, Attention) else self.piece.reach

@@ -10,27 +10,32 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
+from torch import Tensor
 
 from holdfast.errors import InputError
+from holdfast.report.changes import changes
 from holdfast.report.html import script_data, template
 from holdfast.report.numbers import down, up
-from holdfast.results import CertificationRun
+from holdfast.results import CertificationRun, Target
 
+_PICTURES = ("digits", "digits-32", "cifar10", "svhn")  # numbers from 0 to 1, for 255 grey levels
 _COLOURS = ("#0072b2", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9")
 
 
 def run_table(run: CertificationRun, *beside: CertificationRun) -> Table:
     """One row for each radius; what is certified is rounded down, what the attack leaves is rounded up."""
     runs = (run, *beside)
-    attacked = next((each for each in runs if each.attacked_too), None)
-    table = Table(title=f"{run.model} on {run.data}: accuracy under l2 perturbations", caption=_caption(runs))
+    attacked = next((shown for shown in runs if shown.attacked_too), None)
+    table = Table(
+        title=f"{run.model} on {run.data}: accuracy under {run.perturbations} perturbations", caption=_caption(runs)
+    )
     table.add_column("radius", justify="right")
-    for each in runs:
-        table.add_column(f"certified\n{each.settings['method']}, {each.settings['guarantee']}", justify="right")
+    for shown in runs:
+        table.add_column(f"certified\n{shown.settings['method']}, {shown.settings['guarantee']}", justify="right")
     if attacked is not None:
         table.add_column("after the\nattack", justify="right")
-    for radius in dict.fromkeys((0.0, *(r for each in runs for r in each.radii))) if run.records else ():
-        row = [_percent(each.accuracy(radius), math.floor) for each in runs]
+    for radius in dict.fromkeys((0.0, *(r for shown in runs for r in shown.radii))) if run.records else ():
+        row = [_percent(shown.accuracy(radius), math.floor) for shown in runs]
         row += [] if attacked is None else [_percent(attacked.attacked(radius), math.ceil)]
         table.add_row(f"{radius:.6g}", *row)
     return table
@@ -42,11 +47,15 @@ def _caption(runs: Sequence[CertificationRun]) -> str:
     if done:
         radii = _listed(runs, [down(_median(run, "radius")) for run in runs])
         attacked = next((run for run in runs if run.attacked_too), None)
-        found = "" if attacked is None else f", of the attack {up(_median(attacked, 'attack_radius'))}"
-        words.append(f"Median certified radius {radii}{found}.")
-        seconds = [f"{statistics.fmean(record.seconds for record in run.records):.2g} s" for run in runs]
+        nearest = "" if attacked is None else f", of the attack {up(_median(attacked, 'attack_radius'))}"
+        words.append(f"Median certified radius {radii}{nearest}.")
+        seconds = [_duration(statistics.fmean(record.seconds for record in run.records)) for run in runs]
         words.append(f"{_listed(runs, seconds)} an input.")
     return " ".join(words)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
 def _listed(runs: Sequence[CertificationRun], values: Sequence[str]) -> str:
@@ -75,14 +84,19 @@ def plot_runs(runs: Sequence[CertificationRun]) -> Figure:
     attacked = next((run for run in runs if run.attacked_too), None)
     if attacked is not None:
         ends = [record.attack_radius or 0.0 for record in attacked.records if record.correct]
-        _steps(axis, ends, len(attacked.records), "after the attack (no more is true)", "black")
+        _steps(axis, ends, len(attacked.records), "after the attack (no proof can reach higher)", "black")
     for run, colour in zip(runs, _cycled(len(runs)), strict=True):
         ends = [record.radius for record in run.records if record.correct]
         _steps(
             axis, ends, len(run.records), f"certified: {run.settings['method']}, {run.settings['guarantee']}", colour
         )
     axis.axhline(runs[0].clean(), color="#7f7f7f", linestyle="--", linewidth=1, label="clean")
-    axis.set(xlabel="l2 radius", ylabel="accuracy", ylim=(0, 1.02), title=f"{runs[0].model} on {runs[0].data}")
+    axis.set(
+        xlabel=f"radius ({runs[0].perturbations})",
+        ylabel="accuracy",
+        ylim=(0, 1.02),
+        title=f"{runs[0].model} on {runs[0].data}",
+    )
     axis.set_xlim(left=0)
     axis.grid(alpha=0.25)
     axis.legend(frameon=False, fontsize="small")
@@ -100,27 +114,39 @@ def _cycled(count: int) -> list[str]:
     return [_COLOURS[i % len(_COLOURS)] for i in range(count)]
 
 
-def render(runs: Sequence[CertificationRun]) -> str:
+def render(runs: Sequence[CertificationRun], targets: Sequence[Target] = ()) -> str:
     """The page as text; the first run is the one it tells about, the others stand beside it."""
     _check(runs)
-    return template("certificate").render(runs=runs, run=runs[0], data=script_data(_payload(runs)))
+    data = script_data(_payload(runs))
+    shown = next((run for run in runs if run.inputs and run.attacked_too), runs[0])
+    return template("certificate").render(
+        runs=runs, run=runs[0], targets=targets, data=data, shown=shown, changes=changes(shown)
+    )
 
 
 def _check(runs: Sequence[CertificationRun]) -> None:
     for run in runs:
         if not run.records:
             raise InputError(f"the run of {run.model} has no record yet; there is nothing to draw")
-        for name in ("weights", "data"):
+        for name in ("weights", "data", "norm", "clip"):
             if run.settings.get(name) != runs[0].settings.get(name):
                 raise InputError(
-                    f"runs with different {name} cannot be shown side by side; expected one model and data set"
+                    f"runs with different {name} cannot be shown side by side; expected one model, data set and norm"
                 )
+
+
+def _pictures(run: CertificationRun) -> bool:
+    """Whether the inputs are pictures whose numbers lie between 0 and 1."""
+    return run.data in _PICTURES or isinstance(next(iter(run.inputs.values()), None), Tensor)
 
 
 def _payload(runs: Sequence[CertificationRun]) -> dict[str, Any]:
     radii = sorted({radius for run in runs for radius in run.radii})
     return {
         "radii": radii,
+        "perturbations": runs[0].perturbations,
+        "norm": runs[0].norm,
+        "pixels": _pictures(runs[0]) and runs[0].settings.get("perturb", "input") in ("input", "pixels"),
         "runs": [
             {
                 "method": run.settings["method"],

@@ -1,4 +1,4 @@
-"""One layer, analysed end to end: the numbers, two tables and a figure."""
+"""One layer, analyzed end to end: two tables and a figure."""
 
 from __future__ import annotations
 
@@ -7,68 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
 
-from holdfast import api
-from holdfast.attention import AttentionLayer
+from holdfast.analysis.layer import LayerReport
 from holdfast.report.numbers import down, up
-from holdfast.results import AttackResult, BoundResult, NormResult
+from holdfast.report.style import PALETTE, new_figure, save_figure
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f", "#6a3d9a", "#8c564b")
-_STYLES = tuple(itertools.product(("-", "-.", ":"), _COLOURS))  # a look of its own for every line
+_STYLES = tuple(itertools.product(("-", "-.", ":"), PALETTE))  # a look of its own for every line
 _FIRST_ORDER = "‖DF(x)‖ eps"
 _LOFAST = "Havens et al. (2024), Fine-grained Local Sensitivity Analysis of Standard Dot-Product Self-Attention"
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """What is known of one layer at a batch of inputs, over radii.
-
-    Attributes:
-        best: the smallest bound; its terms are the values of all bounds.
-        lofast: the LoFAST bounds, for their terms.
-    """
-
-    name: str
-    layer: AttentionLayer
-    radii: tuple[float, ...]
-    estimate: NormResult
-    lipschitz: NormResult
-    best: BoundResult
-    lofast: dict[str, BoundResult]
-    attack: AttackResult
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        return {
-            "name": self.name,
-            "layer": repr(self.layer),
-            "local_lipschitz": {"estimate": self.estimate.to_dict(), "upper": self.lipschitz.to_dict()},
-            "best": self.best.to_dict(),
-            "lofast": {name: result.to_dict() for name, result in self.lofast.items()},
-            "attack": self.attack.to_dict(),
-        }
-
-
-def report_layer(name: str, layer: AttentionLayer, x: Tensor, radii: Sequence[float]) -> LayerReport:
-    """Analyses a layer at inputs (b, n, d): local Lipschitz constant, every bound, an attack."""
-    layer, x = layer.double(), x.double()
-    return LayerReport(
-        name=name,
-        layer=layer,
-        radii=tuple(radii),
-        estimate=api.local_lipschitz(layer, x),
-        lipschitz=api.local_lipschitz(layer, x, side="upper"),
-        best=api.bound(layer, x, radii),
-        lofast={name: api.bound(layer, x, radii, name) for name in ("naive", "lofast-xi", "lofast")},
-        attack=api.attack(layer, x, radii),
-    )
 
 
 def sensitivity_table(report: LayerReport, radii: Sequence[float]) -> Table:
@@ -142,8 +93,7 @@ def plot_panels(panels: Sequence[Panel], stem: Path) -> list[Path]:
 
 def draw_panels(panels: Sequence[Panel]) -> Figure:
     """Means over the inputs, with the range shaded, on logarithmic axes."""
-    figure = Figure(figsize=(5.2 * len(panels), 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(5.2 * len(panels), 4.4)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, panel in zip(axes, panels, strict=True):
         for (style, colour), (name, values) in zip(itertools.cycle(_STYLES), panel.curves.items(), strict=False):
@@ -156,15 +106,6 @@ def draw_panels(panels: Sequence[Panel]) -> Figure:
     axes[0].set_ylabel("largest movement of the output")
     axes[0].legend(frameon=False, fontsize="small")
     return figure
-
-
-def save_figure(figure: Figure, stem: Path) -> list[Path]:
-    """Writes a figure as PNG and SVG."""
-    paths = [stem.with_suffix(suffix) for suffix in (".png", ".svg")]
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    for path in paths:
-        figure.savefig(path, dpi=150)
-    return paths
 
 
 def _tangent(report: LayerReport) -> Tensor:

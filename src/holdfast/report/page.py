@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from holdfast.analysis.result import AnalysedInput, AnalysedLayer, Analysis, Rows
+from holdfast.analysis.result import Analysis, AnalyzedInput, AnalyzedLayer, Rows
 from holdfast.bounds import bounds
 from holdfast.report.html import script_data, template
 
@@ -46,7 +46,7 @@ def _payload(analysis: Analysis) -> dict[str, Any]:
     }
 
 
-def _input(view: AnalysedInput) -> dict[str, Any]:
+def _input(view: AnalyzedInput) -> dict[str, Any]:
     marked = any(token.startswith(_SPACE) for token in view.tokens[1:])
     glued = [not t.startswith(_SPACE) if marked else t.startswith(_CONTINUES) for t in view.tokens]
     for i, token in enumerate(view.tokens):
@@ -56,7 +56,7 @@ def _input(view: AnalysedInput) -> dict[str, Any]:
     return {"tokens": tokens, "glued": glued, "padding": view.padding, "image": view.image, "grid": view.grid}
 
 
-def _layer(layer: AnalysedLayer) -> dict[str, Any]:
+def _layer(layer: AnalyzedLayer) -> dict[str, Any]:
     fields = {key: getattr(layer, key) for key in ("index", "name", "layer", "slope_upper", "bound", "attack")}
     fields |= {key: _rounded(getattr(layer, key)) for key, *_ in _QUANTITIES}
     return fields | {

@@ -11,8 +11,11 @@ Each class writes at most two methods. The tests run under pytest, once for ever
 
 from holdfast.testing.attacks import AttackConformance
 from holdfast.testing.bounds import BoundConformance
+from holdfast.testing.compositions import CompositionConformance
+from holdfast.testing.every import for_every
 from holdfast.testing.layers import Case, cases, changed, gaussian_case, make_case, random_case
 from holdfast.testing.lipschitz import BallBoundConformance, PointBoundConformance
+from holdfast.testing.networks import NetworkCase, network_cases
 from holdfast.testing.operators import OperatorConformance, ProvableConformance
 from holdfast.testing.pieces import PieceCase, PieceConformance
 
@@ -21,6 +24,8 @@ __all__ = [
     "BallBoundConformance",
     "BoundConformance",
     "Case",
+    "CompositionConformance",
+    "NetworkCase",
     "OperatorConformance",
     "PieceCase",
     "PieceConformance",
@@ -28,7 +33,9 @@ __all__ = [
     "ProvableConformance",
     "cases",
     "changed",
+    "for_every",
     "gaussian_case",
     "make_case",
+    "network_cases",
     "random_case",
 ]

@@ -20,15 +20,16 @@ from torch import Tensor
 
 from holdfast.api import attack
 from holdfast.attention import AttentionLayer
+from holdfast.attention.movement import movement
 from holdfast.bounds import Bound
 from holdfast.bounds import bounds as registry
-from holdfast.bounds.arithmetic import Proved
 from holdfast.bounds.base import NUMERICAL_SLACK
 from holdfast.bounds.over_ball import OverBall
+from holdfast.data.digits import demo_digits
 from holdfast.errors import HoldfastError, SoundnessError
 from holdfast.linalg import Ball
-from holdfast.models import demo_digits, load_digits_vit
-from holdfast.movement import movement
+from holdfast.linalg.arithmetic import Proved
+from holdfast.models import load_digits_vit
 from holdfast.results import Guarantee
 from holdfast.testing.draw import draw
 from holdfast.testing.draw_pieces import KINDS, draw_piece
@@ -123,11 +124,11 @@ def subjects(layers: int, seed: int, *, demo: bool = True, pieces: int = 0) -> I
         entering = load_digits_vit().attention_inputs(images[seed % len(images)].unsqueeze(0))
         for name, (module, x) in entering.items():
             yield Subject(Case(name, AttentionLayer.from_module(module), x), None)
-    for each in range(seed, seed + layers):
-        yield Subject(draw(each), each)
+    for own in range(seed, seed + layers):
+        yield Subject(draw(own), own)
     kinds = list(KINDS)
-    for each in range(seed, seed + pieces):
-        yield Subject(draw_piece(kinds[each % len(kinds)], each), each)
+    for own in range(seed, seed + pieces):
+        yield Subject(draw_piece(kinds[own % len(kinds)], own), own)
 
 
 def run_campaign(
@@ -233,8 +234,8 @@ class _PieceExamination(_Examination):
         self._case = case
 
     def _attack(self) -> None:
-        found = self._guarded("attack of a piece", lambda: attained(self._case, self._radii, self._seed)) or {}
-        for constant, reached in found.items():
+        constants = self._guarded("attack of a piece", lambda: attained(self._case, self._radii, self._seed)) or {}
+        for constant, reached in constants.items():
             name = f"{type(self._case.piece).__name__}, {constant}"
             value = self._guarded(name, lambda c=constant: self._constant(c))  # type: ignore[misc]
             if value is not None:
@@ -267,11 +268,11 @@ class _LayerExamination(_Examination):
     def _attained(self) -> Tensor:
         """(b, e) how far the output was moved, rounded down."""
         case, x, layer = self._case, self._x, self._layer
-        found = attack(case.layer, case.x, self._radii, restarts=1, steps=20, seed=self._seed)
+        result = attack(case.layer, case.x, self._radii, restarts=1, steps=20, seed=self._seed)
         radii = x.new_tensor(self._radii).reshape(-1, *(1 for _ in x.shape))
-        witness = (found.witness.movedim(-3, 0) - x) / radii
+        witness = (result.witness.movedim(-3, 0) - x) / radii
         ways = torch.cat([directions(layer, x, self._seed).unsqueeze(1).expand(-1, *witness.shape), witness[None]])
-        best = found.lower.movedim(-1, 0)
+        best = result.lower.movedim(-1, 0)
         for share in _SHARES:
             z = inside(x, x + share * radii * ways, radii)
             best = torch.maximum(best, movement(layer, x, z).lower.nan_to_num(nan=0.0).amax(0))
@@ -300,7 +301,7 @@ class _LayerExamination(_Examination):
         a = Proved()
         with torch.no_grad():
             constants = Constants(OverBall(a, layer, x, a.lift(radii)), layer, x, radii)
-            bounds = {each.name: _upper(each.bound(constants)) for each in INGREDIENTS}
+            bounds = {ingredient.name: _upper(ingredient.bound(constants)) for ingredient in INGREDIENTS}
         r = radii.reshape(-1, *(1 for _ in x.shape))
         generator = torch.Generator().manual_seed(self._seed)
         t = float(torch.rand((), generator=generator))
@@ -315,8 +316,8 @@ class _LayerExamination(_Examination):
             unit = Ball.exact(g * (1 - 1e-12))
             with torch.no_grad():
                 situation = Situation(layer, Ball.exact(x), Ball.exact(z), unit, t)
-                for each in INGREDIENTS:
-                    self._compare(each.name, bounds[each.name], each.truth(situation).lower)
+                for ingredient in INGREDIENTS:
+                    self._compare(ingredient.name, bounds[ingredient.name], ingredient.truth(situation).lower)
 
     def _ratio(self, ingredient: Ingredient, bounds: dict[str, Tensor], t: float) -> Callable[[Tensor, Tensor], Tensor]:
         """What is climbed for: the largest ratio of the truth to the bound, (m, r, b…)."""

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from holdfast.network import (
+from holdfast.layers import (
     AddPositions,
     Affine,
     ClassToken,
@@ -19,10 +19,9 @@ from holdfast.network import (
     KinkedMlp,
     LayerNorm,
     LinearBeside,
-    MaxMin,
-    MeanPool,
     Mlp,
     Normalise,
+    PairSort,
     PatchEmbedding,
     Piece,
     Place,
@@ -34,11 +33,12 @@ from holdfast.network import (
     SmoothBeside,
     SmoothEntries,
     SmoothProject,
+    TokenMean,
     sll,
     sll_diagonal,
 )
-from holdfast.network.activations import LeakyRelu, Softplus, activations
-from holdfast.network.beside import Part, beside
+from holdfast.layers.activation.functions import LeakyRelu, Softplus, activations
+from holdfast.layers.beside import Part, beside
 from holdfast.testing.draw import Dice
 from holdfast.testing.pieces import PieceCase
 
@@ -151,8 +151,8 @@ KINDS: Mapping[type[Piece], Callable[[Dice, float], tuple[Piece, Tensor]]] = Map
         KinkedMlp: _of_width(_kinked_mlp),
         LayerNorm: _on_tokens(lambda dice, size, n, d: LayerNorm(size * _gamma(dice, d), dice.normal(d), _eps(dice))),
         LinearBeside: _part(Affine),
-        MaxMin: _on_tokens(lambda dice, size, n, d: MaxMin()),
-        MeanPool: _on_tokens(lambda dice, size, n, d: MeanPool(n, dice.pick(0, n - 1))),
+        PairSort: _on_tokens(lambda dice, size, n, d: PairSort()),
+        TokenMean: _on_tokens(lambda dice, size, n, d: TokenMean(n, dice.pick(0, n - 1))),
         Mlp: _of_width(_mlp),
         Normalise: _on_tokens(
             lambda dice, size, n, d: Normalise(dice.normal(n).tolist(), (size * torch.exp(dice.normal(n))).tolist())

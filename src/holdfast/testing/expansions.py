@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
 from holdfast.attention import AttentionLayer
-from holdfast.linalg import Ball
-from holdfast.network import LayerNorm, Mlp, Piece, RMSNorm, SmoothPiece, SmoothProject
-from holdfast.network.attention import Attention
-from holdfast.network.expansion import forms
-from holdfast.network.expansion.attention import LocalAttention
-from holdfast.network.expansion.directions import Directions
-from holdfast.network.expansion.local import Local
-from holdfast.network.expansion.normalisation import LocalNormalisation
-from holdfast.network.expansion.perceptron import LocalPerceptron
+from holdfast.layers import LayerNorm, Mlp, Piece, RMSNorm, SmoothPiece, SmoothProject
+from holdfast.layers.attention.piece import Attention
+from holdfast.layers.expansion import LocalExpansion
+from holdfast.linalg import Ball, forms
+from holdfast.linalg.directions import Directions
 from holdfast.testing.draw import Dice, draw
 from holdfast.testing.draw_pieces import draw_piece
 from holdfast.testing.pieces import PieceCase
 from holdfast.testing.probes import climb
 
-#: How a piece of each kind is expanded.
-LOCALS: Mapping[type[Piece], Callable[[Any, Tensor, Directions], Local]] = MappingProxyType(
-    {
-        Attention: LocalAttention,
-        LayerNorm: LocalNormalisation,
-        Mlp: LocalPerceptron,
-        RMSNorm: LocalNormalisation,
-        SmoothProject: LocalNormalisation,
-    }
-)
+#: The kinds of pieces that have an expansion.
+EXPANDED: tuple[type[Piece], ...] = (Attention, LayerNorm, Mlp, RMSNorm, SmoothProject)
 _STARTS = 12
 _CHANNELS = tuple(itertools.product((0, 1), repeat=3))
 _NOISE = 1e-13  # the least relative error that is thought of
@@ -68,9 +54,10 @@ class LocalCase:
     def directions(self) -> Directions:
         return Directions(len(self.J), self.u.device)
 
-    def local(self) -> tuple[Local, Tensor, Tensor]:
+    def local(self) -> tuple[LocalExpansion, Tensor, Tensor]:
         """The expanded piece, and the jets at its output."""
-        local = LOCALS[type(self.piece)](self.piece, self.u, self.directions)
+        local = self.piece.expand(self.u, self.directions)
+        assert local is not None
         with torch.no_grad():
             return local, local.jets(1, self.J), local.jets(2, self.H)
 
@@ -86,7 +73,7 @@ def draw_local(kind: type[Piece], seed: int, *, extreme: bool = True) -> LocalCa
 
     Attention that is not `extreme` has queries, keys and values apart from each other.
     """
-    dice = Dice(1000 * list(LOCALS).index(kind) + seed)
+    dice = Dice(1000 * list(EXPANDED).index(kind) + seed)
     if kind is Attention:
         layer = draw(seed)
         case = PieceCase(layer.name, Attention(layer.layer), layer.x.double())
@@ -173,8 +160,8 @@ def shares(case: LocalCase, seed: int, inside: float = 1.0) -> dict[str, float]:
     dice = Dice(seed)
     start = dice.normal(2 * _STARTS, b, 1, p), dice.normal(2 * _STARTS, b, n, d)
     with torch.no_grad():
-        found = share(*climb(share, torch.ones(()).double(), *start), careful=True).nan_to_num(nan=0.0)
-    return {"third": float(found[:_STARTS].max()), "fourth": float(found[_STARTS:].max())}
+        reached = share(*climb(share, torch.ones(()).double(), *start), careful=True).nan_to_num(nan=0.0)
+    return {"third": float(reached[:_STARTS].max()), "fourth": float(reached[_STARTS:].max())}
 
 
 def _remainders(case: LocalCase, G: Tensor, F: Tensor, *, leading: bool, careful: bool) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from holdfast.attention.layer import Weights, project
 from holdfast.attention.rows import Rows
 from holdfast.bounds.over_ball import OverBall
 from holdfast.bounds.score_map import root
-from holdfast.bounds.second_order import Curvature, curvature, direct_gain, integrate
+from holdfast.bounds.second_order import direct_gain, every_direction, integrate, where_tokens_agree
 from holdfast.linalg import Array, Ball
 from holdfast.linalg.rounding import frobenius, lift
 
@@ -144,12 +144,16 @@ class Constants:
     radii: Tensor
 
     @cached_property
-    def curvature(self) -> Curvature[Ball]:
-        return curvature(self.ball)
+    def every(self) -> Ball:
+        return every_direction(self.ball)
+
+    @cached_property
+    def agreeing(self) -> tuple[Ball, Ball]:
+        return where_tokens_agree(self.ball)
 
     def remainder(self, beta: Ball) -> Ball:
-        """(r, b…) ∫_0^r (r - s) β(s) ds, from the values of β at the radii."""
-        return integrate(self.ball.a, beta, self.radii, self.radii).movedim(-1, 0)
+        """(r, b…) ∫_0^r (r - s) β(s) ds, from the value of β at r."""
+        return integrate(self.ball.a, beta, self.radii.unsqueeze(-1)).movedim(-1, 0)
 
 
 @dataclass(frozen=True)
@@ -227,8 +231,8 @@ INGREDIENTS: tuple[Ingredient, ...] = (
     Ingredient("score_movement", lambda c: c.ball.score_movement(Ball.exact(c.ball.q)), _score_movement),
     Ingredient("joint_A", lambda c: c.ball.joint_A, _bilinear),
     Ingredient("direct_gain", lambda c: direct_gain(c.ball, c.layer, c.x), lambda s: frobenius(s.first(s.g))),
-    Ingredient("curvature, every", lambda c: c.curvature.every, lambda s: frobenius(s.second(s.g, s.g))),
-    Ingredient("curvature, common", lambda c: c.curvature.common, lambda s: _alike(s, s.common) / frobenius(s.common)),
-    Ingredient("curvature, mixed", lambda c: c.curvature.mixed, lambda s: _alike(s, s.g)),
-    Ingredient("remainder", lambda c: c.remainder(c.curvature.every), _remainder),
+    Ingredient("curvature, every", lambda c: c.every, lambda s: frobenius(s.second(s.g, s.g))),
+    Ingredient("curvature, common", lambda c: c.agreeing[0], lambda s: _alike(s, s.common) / frobenius(s.common)),
+    Ingredient("curvature, mixed", lambda c: c.agreeing[1], lambda s: _alike(s, s.g)),
+    Ingredient("remainder", lambda c: c.remainder(c.every), _remainder),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -14,18 +14,8 @@ from torch import Tensor
 from holdfast.attention import AttentionLayer, HeadNorm, Rotary
 from holdfast.attention.rotary import Pairing
 
-if TYPE_CHECKING:
-    import pytest
-
 _BATCH = 2
-_TYPICAL = (
-    "wide output",
-    "peaked attention",
-    "more tokens than width",
-    "fewer tokens, masked",
-    "everything",
-    "rotary, everything",
-)
+_TYPICAL = ("more tokens than width", "fewer tokens, masked", "everything", "rotary, everything")
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,12 +78,48 @@ def changed(layer: AttentionLayer, **arguments: Any) -> AttentionLayer:
     return layer.replace(**arguments)
 
 
-def parametrize(metafunc: pytest.Metafunc, chosen: Sequence[Case]) -> None:
-    """Runs a test with the argument `case` once for every chosen case, one with `typical` for a few of them."""
-    few = [case for case in chosen if case.name in _TYPICAL] or chosen[:1]
-    for argument, table in (("case", chosen), ("typical", few)):
-        if argument in metafunc.fixturenames:
-            metafunc.parametrize(argument, table, ids=[case.name for case in table])
+@dataclass(frozen=True)
+class Elsewhere:
+    """The same layer in other coordinates.
+
+    Attributes:
+        case: its tokens stand in another order, basis and unit of length, and its values have another unit.
+        inputs: the old unit of length in the new one.
+        values: likewise of the values.
+    """
+
+    case: Case
+    inputs: float
+    values: float
+
+
+def elsewhere(case: Case) -> Elsewhere:
+    """X → cXU with W → UᵀW/c, for an orthogonal U, and another order of the tokens.
+
+    A residual needs the output in the coordinates of the input; without one the values have a unit of their own.
+    """
+    layer, c = case.layer, 5.0
+    n, d = case.x.shape[-2:]
+    U = torch.linalg.qr(torch.randn(d, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).Q
+    unit = c if layer.residual else 3.0
+    maps = {name: U.mT @ getattr(layer, name) / c for name in ("w_q", "w_k", "w_v")}
+    maps["w_o"] = unit * (layer.w_o @ U if layer.d_out == d else layer.w_o)
+    moved = Case(f"{case.name}, elsewhere", layer.replace(**maps), c * case.x @ U)
+    return Elsewhere(moved.permuted([(i + 1) % n for i in range(n)][::-1]), c, unit)
+
+
+@cache
+def members(case: Case) -> list[Case]:
+    """The inputs of a batch, one by one; a single input is its own member."""
+    return [case] if case.x.ndim == 2 else [case.member(i) for i in range(len(case.x))]
+
+
+def typical(chosen: Sequence[Case]) -> Sequence[Case]:
+    """A few of the cases, for what does not depend much on the case."""
+    names = {case.name for case in chosen}.intersection(_TYPICAL)
+    if _TYPICAL[-1] in names:
+        names.discard(_TYPICAL[-2])  # which has one thing less
+    return [case for case in chosen if case.name in names] or chosen[:1]
 
 
 def make_case(
@@ -159,8 +185,8 @@ def make_case(
 
 def turning(angles: Float[Tensor, "*b n m"], pairing: Pairing = "half") -> Rotary:
     """Rotations by the given angles of the pairs of entries."""
-    each = torch.cat([angles, angles], -1) if pairing == "half" else angles.repeat_interleave(2, -1)
-    return Rotary(each.cos(), each.sin(), pairing)
+    turns = torch.cat([angles, angles], -1) if pairing == "half" else angles.repeat_interleave(2, -1)
+    return Rotary(turns.cos(), turns.sin(), pairing)
 
 
 def gaussian_case(
@@ -204,7 +230,7 @@ def cases(seed: int = 0) -> tuple[Case, ...]:
         make_case("residual", seed, residual=1.0),
         make_case("negative residual", seed, residual=-0.5),
         make_case("wide output", seed, d_out=7),
-        make_case("narrow output", seed, d_out=2),
+        _wide_values(make_case("narrow output and wide values", seed, d_out=2)),
         make_case("negative scale", seed, scale=-0.7),
         make_case("flat attention", seed, sharpness=1e-3),
         make_case("peaked attention", seed, sharpness=8.0),
@@ -224,7 +250,8 @@ def cases(seed: int = 0) -> tuple[Case, ...]:
         make_case("everything", seed, h=4, g=2, biases=True, mask="each", causal=True, residual=1.0),
         make_case("rotary", seed, n=5, k=4, h=2, rotary=4),
         make_case("partial rotary", seed, k=3, biases=True, rotary=2, pairing="interleaved", causal=True),
-        _capped(make_case("soft cap and sinks", seed, biases=True, mask="shared", residual=1.0)),
+        _sunk(make_case("sinks", seed, biases=True, mask="shared", residual=1.0)),
+        _capped(_sunk(make_case("soft cap and sinks", seed, h=3, g=1, rotary=2))),
         _normed(make_case("query-key norms", seed, k=4, h=4, g=2, biases=True, rotary=2)),
         make_case("rotary, everything", seed, h=4, g=2, biases=True, mask="each", causal=True, residual=1.0, rotary=2),
     )
@@ -266,10 +293,20 @@ def _sink(case: Case) -> Case:
     )
 
 
+def _sunk(case: Case) -> Case:
+    """A logit of each head takes part in softmax."""
+    return Case(case.name, case.layer.replace(sinks=torch.linspace(-1, 1, case.layer.h, dtype=torch.float64)), case.x)
+
+
 def _capped(case: Case) -> Case:
-    """Scores are capped, and a logit of each head takes part in softmax."""
-    sinks = torch.linspace(-1, 1, case.layer.h, dtype=torch.float64)
-    return Case(case.name, case.layer.replace(soft_cap=1.5, sinks=sinks), case.x)
+    return Case(case.name, case.layer.replace(soft_cap=1.5), case.x)
+
+
+def _wide_values(case: Case) -> Case:
+    """Values have another width than keys: each is one of the others twice as well."""
+    layer = case.layer
+    w_v, w_o = torch.cat([layer.w_v, layer.w_v[..., :1]], -1), torch.cat([layer.w_o, -2 * layer.w_o[:, :1]], 1)
+    return Case(case.name, layer.replace(w_v=w_v, w_o=w_o), case.x)
 
 
 def _normed(case: Case) -> Case:

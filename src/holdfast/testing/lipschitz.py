@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -18,16 +18,22 @@ from holdfast.bounds import BallBound, LipschitzBound, PointBound, ball_bounds, 
 from holdfast.errors import NotApplicableError
 from holdfast.results import Guarantee, LipschitzResult
 from holdfast.testing.bounds import dense_jacobian
-from holdfast.testing.layers import Case, cases, changed, parametrize
-
-if TYPE_CHECKING:
-    import pytest
+from holdfast.testing.every import over
+from holdfast.testing.layers import Case, cases, elsewhere, members, typical
 
 RADII = (0.0, 0.1, 2.5)
 EXPONENTS = (1.0, 1.5, 2.0, 4.0, math.inf)
 _AGREE = 1e-6  # proved norms lie within about 1e-8 of the true ones
 _NOTHING = 1e-100  # what proved arithmetic makes of zero stays far below
 _POINTS = 16
+
+
+def _applicable(kit: _SlopeConformance) -> list[Case]:
+    return [case for case in kit.cases() if kit._bound().refusal(case.layer) is None]
+
+
+_every = over(_applicable)
+_typical = over(lambda kit: typical(_applicable(kit)))
 
 
 class _SlopeConformance(ABC):
@@ -37,6 +43,10 @@ class _SlopeConformance(ABC):
     def name(self) -> str:
         """The name under which the bound is registered."""
 
+    def cases(self) -> Sequence[Case]:
+        """Layers of every kind."""
+        return cases()
+
     @abstractmethod
     def _bound(self) -> PointBound | BallBound:
         """The registered bound."""
@@ -44,10 +54,6 @@ class _SlopeConformance(ABC):
     @abstractmethod
     def _call(self, case: Case, guarantee: Guarantee = "proved") -> LipschitzResult:
         """The bound at the case."""
-
-    @final
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        parametrize(metafunc, self._applicable())
 
     # -- what it says of itself
 
@@ -62,9 +68,9 @@ class _SlopeConformance(ABC):
             assert text.strip()
 
     def test_applies_somewhere_and_refuses_the_rest(self) -> None:
-        assert self._applicable()
-        for case in cases():
-            if case not in self._applicable():
+        assert _applicable(self)
+        for case in self.cases():
+            if case not in _applicable(self):
                 try:
                     self._call(case)
                 except NotApplicableError as error:
@@ -72,9 +78,10 @@ class _SlopeConformance(ABC):
                 else:
                     raise AssertionError(f"{case.name} was refused and yet bounded")
 
+    @_typical
     def test_result_says_what_it_is(self, typical: Case) -> None:
         for guarantee in self._bound().guarantees:
-            result = self._call(typical, guarantee)
+            result = _result(type(self), typical, guarantee)
             assert (result.method, result.side, result.guarantee) == (self.name(), "upper", guarantee)
             assert result.scope == self._bound().scope
             assert result.value.dtype == torch.float64
@@ -83,24 +90,20 @@ class _SlopeConformance(ABC):
 
     # -- size
 
+    @_every
     def test_finite_and_not_negative(self, case: Case) -> None:
         value = self._value(case)
         assert bool(torch.isfinite(value).all())
         assert bool((value >= 0).all())
 
+    @_typical
     def test_proved_is_above_numerical_and_close(self, typical: Case) -> None:
         if set(self._bound().guarantees) >= {"proved", "numerical"}:
             proved, numerical = self._value(typical, "proved"), self._value(typical, "numerical")
             assert bool((proved >= numerical * (1 - _AGREE)).all())
             assert bool((proved <= numerical * (1 + 1e-3) + _NOTHING).all())
 
-    # -- symmetries
-
-    def test_scales_with_the_values(self, typical: Case) -> None:
-        case = _without_residual(typical)
-        larger = changed(case.layer, w_o=3 * case.layer.w_o)
-        self._same(Case("values times 3", larger, case.x), 3 * self._value(case))
-
+    @_typical
     def test_float32_is_computed_in_float64(self, typical: Case) -> None:
         single = typical.float()
         widened = Case(single.name, single.layer.double(), single.x.double())
@@ -109,11 +112,8 @@ class _SlopeConformance(ABC):
 
     # -- helpers
 
-    def _applicable(self) -> list[Case]:
-        return [case for case in cases() if self._bound().refusal(case.layer) is None]
-
     def _value(self, case: Case, guarantee: Guarantee | None = None) -> Tensor:
-        return _value(type(self), case, guarantee or self._bound().guarantees[0])
+        return _result(type(self), case, guarantee or self._bound().guarantees[0]).value
 
     def _same(self, case: Case, expected: Tensor, tolerance: float = _AGREE) -> None:
         torch.testing.assert_close(self._value(case), expected, rtol=tolerance, atol=_NOTHING)
@@ -130,31 +130,20 @@ class PointBoundConformance(_SlopeConformance):
     def _call(self, case: Case, guarantee: Guarantee = "proved") -> LipschitzResult:
         return self._bound()(case.layer, case.x, guarantee=guarantee)
 
+    @_every
     def test_not_below_the_exact_norm(self, case: Case) -> None:
         assert bool((self._value(case) >= _exact(case) * (1 - 1e-9)).all())
 
+    @_typical
     def test_batch_equals_loop(self, typical: Case) -> None:
-        loop = torch.stack([self._value(typical.member(i)) for i in range(len(typical.x))])
+        loop = torch.stack([self._value(member) for member in members(typical)])
         self._same(typical, loop)
         self._same(Case(typical.name, typical.layer, typical.x.unsqueeze(0)), loop.unsqueeze(0))
 
-    def test_order_of_tokens_does_not_matter(self, typical: Case) -> None:
-        n = typical.x.shape[-2]
-        self._same(typical.permuted([(i + 1) % n for i in range(n)][::-1]), self._value(typical))
-
-    def test_unit_of_the_input_does_not_matter(self, typical: Case) -> None:
-        """X → cX with W_Q, W_K, W_V → W/c is the same layer, in another unit of length."""
-        case, c = _without_residual(typical), 5.0
-        self._same(Case("other unit", _in_unit(case, c).layer, case.x * c), self._value(case) / c)
-
-    def test_basis_of_the_input_does_not_matter(self, typical: Case) -> None:
-        """X → XU with W → UᵀW for an orthogonal U; the residual needs the output in the same basis."""
-        layer, d = typical.layer, typical.layer.d
-        U = torch.linalg.qr(torch.randn(d, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).Q
-        maps = {name: U.mT @ getattr(layer, name) for name in ("w_q", "w_k", "w_v")}
-        if layer.d_out == d:
-            maps["w_o"] = layer.w_o @ U
-        self._same(Case("turned", changed(layer, **maps), typical.x @ U), self._value(typical))
+    @_typical
+    def test_order_basis_and_units_do_not_matter(self, typical: Case) -> None:
+        there = elsewhere(typical)
+        self._same(there.case, self._value(typical) * there.values / there.inputs)
 
 
 class BallBoundConformance(_SlopeConformance):
@@ -174,13 +163,16 @@ class BallBoundConformance(_SlopeConformance):
     ) -> LipschitzResult:
         return self._bound()(case.layer, radii or _radii(case), case.x.shape[-2], p, guarantee=guarantee)
 
+    @_every
     def test_grows_with_the_radius(self, case: Case) -> None:
         value = self._value(case)
         assert bool((value[1:] >= value[:-1] * (1 - 1e-12)).all())
 
+    @_every
     def test_not_below_any_slope_that_is_found(self, case: Case) -> None:
         assert bool((self._value(case) >= _found(case) * (1 - 1e-9)).all())
 
+    @_typical
     def test_holds_for_every_exponent(self, typical: Case) -> None:
         """In the norm (Σ_i |ε_i|^p)^(1/p) of tokens, which is the W_p distance of near sequences times n^(1/p)."""
         radius, tried = _radii(typical)[-1], 0
@@ -191,38 +183,34 @@ class BallBoundConformance(_SlopeConformance):
                 assert bool((value >= _gains(typical, radius, p) * (1 - 1e-9)).all())
         assert tried
 
+    @_typical
     def test_shape_follows_the_radius(self, typical: Case) -> None:
         one, several = self._call(typical, radii=0.5), self._call(typical)
         assert (one.value.shape, one.radius) == ((), 0.5)
         assert (several.value.shape, several.radius) == ((len(RADII),), _radii(typical))
         assert (one.tokens, one.p) == (typical.x.shape[-2], 2.0)
 
-    def test_unit_of_the_input_does_not_matter(self, typical: Case) -> None:
-        case, c = _without_residual(typical), 5.0
-        other = self._call(_in_unit(case, c), radii=[c * radius for radius in _radii(case)]).value
-        torch.testing.assert_close(other, self._value(case) / c, rtol=_AGREE, atol=_NOTHING)
+    @_typical
+    def test_units_do_not_matter(self, typical: Case) -> None:
+        """X → cX with W → W/c for the inner maps is the same layer, in another unit; values have one of their own."""
+        layer, c = typical.layer.replace(residual=0.0), 5.0
+        maps = {name: getattr(layer, name) / c for name in ("w_q", "w_k", "w_v")}
+        other = Case("other units", layer.replace(**maps, w_o=3 * layer.w_o), typical.x)
+        radii = [c * radius for radius in _radii(typical)]
+        here = self._call(Case("no residual", layer, typical.x)).value
+        torch.testing.assert_close(self._call(other, radii=radii).value, 3 * here / c, rtol=_AGREE, atol=_NOTHING)
 
 
 @cache
-def _value(kit: type[_SlopeConformance], case: Case, guarantee: Guarantee) -> Tensor:
-    return kit()._call(case, guarantee).value  # pytest makes an instance for every test
-
-
-@cache
-def _without_residual(case: Case) -> Case:
-    return Case(f"{case.name}, no residual", changed(case.layer, residual=0.0), case.x)
-
-
-def _in_unit(case: Case, c: float) -> Case:
-    maps = {name: getattr(case.layer, name) / c for name in ("w_q", "w_k", "w_v")}
-    return Case("other unit", changed(case.layer, **maps), case.x)
+def _result(kit: type[_SlopeConformance], case: Case, guarantee: Guarantee) -> LipschitzResult:
+    return kit()._call(case, guarantee)  # pytest makes an instance for every test
 
 
 @cache
 def _exact(case: Case) -> Tensor:
     """(b) ‖DF(x)‖ from the dense Jacobian, by reverse differentiation."""
-    members = [case.member(i) for i in range(len(case.x))] if case.x.ndim > 2 else [case]
-    norms = [torch.linalg.matrix_norm(dense_jacobian(each.layer, each.x), ord=2) for each in members]
+    jacobians = (dense_jacobian(member.layer, member.x) for member in members(case))
+    norms = [torch.linalg.matrix_norm(jacobian, ord=2) for jacobian in jacobians]
     return torch.stack(norms).reshape(case.x.shape[:-2])
 
 
@@ -249,7 +237,7 @@ def _found(case: Case) -> Tensor:
     """(r) the steepest slopes at random tokens, and for the largest radius along a short ascent."""
     layer, radii = case.member(0).layer, _radii(case)
     matrices = (AttentionJacobian(layer, _tokens(case, radius)).dense() for radius in radii)
-    slopes = torch.stack([torch.linalg.matrix_norm(each, ord=2).max() for each in matrices])
+    slopes = torch.stack([torch.linalg.matrix_norm(matrix, ord=2).max() for matrix in matrices])
     climbed = lipschitz_attack(layer, radii[-1], case.x.shape[-2], restarts=2, steps=6).lower
     return torch.cat([slopes[:-1], torch.maximum(slopes[-1], climbed).unsqueeze(0)])
 

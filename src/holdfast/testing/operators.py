@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from holdfast.attention import AttentionLayer
 from holdfast.linalg import LinearOperator, ProvableOperator, estimate, upper
-from holdfast.testing.layers import Case, cases, parametrize
-
-if TYPE_CHECKING:
-    import pytest
+from holdfast.testing.every import over
+from holdfast.testing.layers import Case, cases, typical
 
 _ROUNDING = 1e-12
 _PROVED = 1e-6  # a proved norm comes from squares, so it keeps half of the digits of what cancels
+
+_every = over(lambda kit: cases())
+_typical = over(lambda kit: typical(cases()))
 
 
 class OperatorConformance(ABC):
@@ -32,15 +33,13 @@ class OperatorConformance(ABC):
     def build(self, layer: AttentionLayer, x: Tensor) -> LinearOperator:
         """The operator for inputs (…, n, d); its batch begins with the batch of x."""
 
-    @final
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        parametrize(metafunc, cases())
-
+    @_typical
     def test_mv_is_linear(self, typical: Case) -> None:
         op = self._build(typical)
         v, w = _arguments(op, 2)
         _same(op.mv(2 * v - 3 * w), 2 * op.mv(v) - 3 * op.mv(w), typical)
 
+    @_every
     def test_rmv_is_the_adjoint(self, case: Case) -> None:
         op = self._build(case)
         v, u = _arguments(op, 1)[0], _values(op, 1)[0]
@@ -48,6 +47,7 @@ class OperatorConformance(ABC):
         backward = (v * op.rmv(u)).flatten(len(op.batch)).sum(-1)
         _same(forward, backward, case)
 
+    @_every
     def test_dense_agrees_with_products(self, case: Case) -> None:
         op = self._build(case)
         v, u = _arguments(op, 1)[0], _values(op, 1)[0]
@@ -56,21 +56,24 @@ class OperatorConformance(ABC):
         _same(op.mv(v).flatten(batch), (matrix @ v.flatten(batch).unsqueeze(-1)).squeeze(-1), case)
         _same(op.rmv(u).flatten(batch), (matrix.mT @ u.flatten(batch).unsqueeze(-1)).squeeze(-1), case)
 
+    @_typical
     def test_directions_stand_in_front(self, typical: Case) -> None:
         op = self._build(typical)
         v, u = _arguments(op, 6), _values(op, 6)
         for apply, vectors in ((op.mv, v), (op.rmv, u)):
-            loop = torch.stack([apply(each) for each in vectors])
+            loop = torch.stack([apply(vector) for vector in vectors])
             _same(apply(vectors), loop, typical)
             nested = vectors.reshape(2, 3, *vectors.shape[1:])
             _same(apply(nested), loop.reshape(2, 3, *loop.shape[1:]), typical)
 
+    @_every
     def test_batch_equals_loop(self, case: Case) -> None:
         op = self._build(case)
         assert op.batch[: case.x.ndim - 2] == case.x.shape[:-2]
         loop = [self._build(case.member(i)).dense() for i in range(len(case.x))]
         _same(op.dense(), torch.stack(loop), case)
 
+    @_every
     def test_float32_agrees_with_float64(self, case: Case) -> None:
         op, single = self._build(case), self._build(case.float())
         assert single.dtype == torch.float32
@@ -78,22 +81,23 @@ class OperatorConformance(ABC):
             _same(torch.linalg.svdvals(single.dense()).double(), torch.linalg.svdvals(op.dense()), case, tolerance=1e-5)
             return
         v, u = _arguments(op, 1)[0], _values(op, 1)[0]
-        for found, expected in ((single.mv(v.float()), op.mv(v)), (single.rmv(u.float()), op.rmv(u))):
-            assert found.dtype == torch.float32
-            _same(found.double(), expected, case, tolerance=1e-5)
+        for single_product, expected in ((single.mv(v.float()), op.mv(v)), (single.rmv(u.float()), op.rmv(u))):
+            assert single_product.dtype == torch.float32
+            _same(single_product.double(), expected, case, tolerance=1e-5)
 
+    @_every
     def test_estimate_is_the_norm_from_below(self, case: Case) -> None:
         op = self._build(case)
-        found, norm = estimate(op), torch.linalg.matrix_norm(op.dense(), ord=2)
-        assert (found.side, found.guarantee) == ("estimate", "numerical")
+        norm_below, norm = estimate(op), torch.linalg.matrix_norm(op.dense(), ord=2)
+        assert (norm_below.side, norm_below.guarantee) == ("estimate", "numerical")
         slack = _ROUNDING * case.size
-        assert bool((found.value <= norm * (1 + _ROUNDING) + slack).all())
-        assert bool((found.value >= norm * (1 - 1e-5) - slack).all())
-        assert found.left is not None
-        assert found.right is not None
+        assert bool((norm_below.value <= norm * (1 + _ROUNDING) + slack).all())
+        assert bool((norm_below.value >= norm * (1 - 1e-5) - slack).all())
+        assert norm_below.left is not None
+        assert norm_below.right is not None
         # The vectors are singular vectors, up to the residual that is stated.
-        image = op.mv(found.right).flatten(len(op.batch))
-        reached = found.value.unsqueeze(-1) * found.left.flatten(len(op.batch))
+        image = op.mv(norm_below.right).flatten(len(op.batch))
+        reached = norm_below.value.unsqueeze(-1) * norm_below.left.flatten(len(op.batch))
         assert bool(((image - reached).norm(dim=-1) <= 1e-6 * norm + slack).all())
 
     def _build(self, case: Case) -> LinearOperator:
@@ -107,13 +111,15 @@ class ProvableConformance(OperatorConformance):
     def build(self, layer: AttentionLayer, x: Tensor) -> ProvableOperator:
         """The operator for inputs (…, n, d); its batch begins with the batch of x."""
 
+    @_every
     def test_upper_is_the_norm_from_above(self, case: Case) -> None:
         op = self.build(case.layer, case.x)
-        found, norm = upper(op), torch.linalg.matrix_norm(op.dense(), ord=2)
-        assert (found.side, found.guarantee) == ("upper", "proved")
-        assert bool((found.value >= norm * (1 - _ROUNDING) - _ROUNDING * case.size).all())
-        assert bool((found.value <= norm * (1 + _PROVED) + _PROVED * case.size).all())
+        norm_above, norm = upper(op), torch.linalg.matrix_norm(op.dense(), ord=2)
+        assert (norm_above.side, norm_above.guarantee) == ("upper", "proved")
+        assert bool((norm_above.value >= norm * (1 - _ROUNDING) - _ROUNDING * case.size).all())
+        assert bool((norm_above.value <= norm * (1 + _PROVED) + _PROVED * case.size).all())
 
+    @_typical
     def test_part_is_a_part(self, typical: Case) -> None:
         op = self.build(typical.layer, typical.x)
         matrices, count = op.dense().flatten(0, -3), op.batch.numel()
@@ -122,6 +128,7 @@ class ProvableConformance(OperatorConformance):
             assert part.batch == (stop - start,)
             _same(part.dense(), matrices[start:stop], typical)
 
+    @_every
     def test_gram_is_enclosed(self, case: Case) -> None:
         """The eigenvalues are the squared singular values and zeros, up to the error that is stated."""
         op = self.build(case.layer, case.x)
@@ -140,6 +147,7 @@ class ProvableConformance(OperatorConformance):
         assert bool((difference <= gram.error * scale + rounding).all())
         assert bool((gram.error * scale <= _PROVED * squares[..., 0] + (_PROVED * case.size) ** 2).all())
 
+    @_typical
     def test_memory_limit_changes_nothing(self, typical: Case) -> None:
         op = self.build(typical.layer, typical.x)
         side = min(op.domain.numel(), op.codomain.numel())
@@ -161,7 +169,7 @@ def _normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def _same(found: Tensor, expected: Tensor, case: Case, tolerance: float = _ROUNDING) -> None:
+def _same(values: Tensor, expected: Tensor, case: Case, tolerance: float = _ROUNDING) -> None:
     """Equal up to rounding, measured also against what the entries are made of."""
     size = 10 * float(expected.abs().max()) + case.size
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * size)
+    torch.testing.assert_close(values, expected, rtol=tolerance, atol=tolerance * size)

@@ -6,20 +6,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from holdfast.bounds.arithmetic import Arithmetic, Numerical, Proved
 from holdfast.errors import InputError
+from holdfast.layers import Piece, SmoothPiece
 from holdfast.linalg import Array, Ball
+from holdfast.linalg.arithmetic import Arithmetic, Numerical, Proved
 from holdfast.linalg.rounding import frobenius
-from holdfast.network import Piece, SmoothPiece
+from holdfast.testing.every import over
 from holdfast.testing.probes import climb, directions, inside, unit
-
-if TYPE_CHECKING:
-    import pytest
 
 RADII = (0.0, 1e-6, 1e-3, 0.1, 1.0, 10.0, 1e4)
 _AGREE = 1e-6
@@ -84,9 +82,18 @@ def attained(case: PieceCase, radii: Sequence[float], seed: int) -> dict[str, Te
         for moves, g in pool:
             z, short = Ball.exact(inside(u, u + moves, r)), Ball.exact(unit(g) * (1 - 1e-12))
             for name in best:
-                found = truth(piece, name, Ball.exact(u), z, short).lower.nan_to_num(nan=0.0, neginf=0.0)
-                best[name] = torch.maximum(best[name], found.amax(0))
+                values = truth(piece, name, Ball.exact(u), z, short).lower.nan_to_num(nan=0.0, neginf=0.0)
+                best[name] = torch.maximum(best[name], values.amax(0))
     return {name: value.cummax(0).values.movedim(0, -1) for name, value in best.items()}
+
+
+@cache
+def _cases(kit: type[PieceConformance]) -> Sequence[PieceCase]:
+    """Drawn once, so that what is computed for a case can be kept."""
+    return kit().cases()
+
+
+_every = over(lambda kit: _cases(kit.__class__))
 
 
 class PieceConformance(ABC):
@@ -96,14 +103,9 @@ class PieceConformance(ABC):
     def cases(self) -> Sequence[PieceCase]:
         """Pieces of one kind, each with inputs."""
 
-    @final
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        if "case" in metafunc.fixturenames:
-            chosen = self.cases()
-            metafunc.parametrize("case", chosen, ids=[case.name for case in chosen])
-
     # -- the map and its derivatives
 
+    @_every
     def test_ball_holds_the_value(self, case: PieceCase) -> None:
         """Up to the rounding of the float64 value itself, and hardly wider."""
         value, ball = case.piece.value(case.u), case.piece.value(Ball.exact(case.u))
@@ -111,6 +113,7 @@ class PieceConformance(ABC):
         assert bool(((value - ball.mid).abs() <= ball.rad + size).all())
         assert bool((ball.rad <= 1e-9 * (1 + float(value.abs().max()))).all())
 
+    @_every
     def test_members_of_a_ball_stay_in_its_value(self, case: PieceCase) -> None:
         rad = 1e-4 * (1 + case.u.abs())
         ball = case.piece.value(Ball(case.u, rad))
@@ -118,11 +121,13 @@ class PieceConformance(ABC):
             value = case.piece.value(case.u + 0.999 * sign * rad)
             assert bool(((value - ball.mid).abs() <= ball.rad + 1e-12 * (1 + value.abs())).all())
 
+    @_every
     def test_push_is_the_derivative(self, case: PieceCase) -> None:
         if isinstance(case.piece, SmoothPiece):
             a, _ = self._tangents(case)
             self._same(case.piece.push(case.u, a), _jvp(case.piece.value, case.u, a))
 
+    @_every
     def test_pull_is_the_adjoint_of_push(self, case: PieceCase) -> None:
         if isinstance(case.piece, SmoothPiece):
             a, _ = self._tangents(case)
@@ -130,6 +135,7 @@ class PieceConformance(ABC):
             c = _normal(2, *moved.shape)
             self._same((moved * c).sum((-2, -1)), (a * case.piece.pull(case.u, c)).sum((-2, -1)))
 
+    @_every
     def test_push2_is_the_derivative_of_push_and_symmetric(self, case: PieceCase) -> None:
         piece = case.piece
         if isinstance(piece, SmoothPiece):
@@ -137,6 +143,7 @@ class PieceConformance(ABC):
             self._same(piece.push2(case.u, a, b), _jvp(lambda z: piece.push(z, a), case.u, b))
             self._same(piece.push2(case.u, a, b), piece.push2(case.u, b, a))
 
+    @_every
     def test_pull2_is_the_derivative_of_pull(self, case: PieceCase) -> None:
         piece = case.piece
         if isinstance(piece, SmoothPiece):
@@ -144,6 +151,7 @@ class PieceConformance(ABC):
             c = _normal(2, *piece.push(case.u, a).shape)
             self._same(piece.pull2(case.u, c, a), _jvp(lambda z: piece.pull(z, c), case.u, a))
 
+    @_every
     def test_derivatives_of_balls_hold_those_of_tensors(self, case: PieceCase) -> None:
         piece = case.piece
         if isinstance(piece, SmoothPiece):
@@ -158,11 +166,13 @@ class PieceConformance(ABC):
 
     # -- on a ball
 
+    @_every
     def test_no_constant_is_below_what_is_attained(self, case: PieceCase) -> None:
-        found = attained(case, RADII, seed=0)
+        reached = attained(case, RADII, seed=0)
         for constant in constants(case.piece):
-            assert bool((_value(case, constant) >= found[constant]).all()), constant
+            assert bool((_value(case, constant) >= reached[constant]).all()), constant
 
+    @_every
     def test_constants_are_finite_and_grow_with_the_radius(self, case: PieceCase) -> None:
         for constant in constants(case.piece):
             value = _value(case, constant)
@@ -170,22 +180,26 @@ class PieceConformance(ABC):
             assert bool((value[..., :1] >= 0).all())
             assert bool((value[..., 1:] >= value[..., :-1] * (1 - 1e-12)).all()), constant
 
+    @_every
     def test_nothing_moves_on_a_ball_of_radius_zero(self, case: PieceCase) -> None:
         assert RADII[0] == 0
         assert bool((_value(case, "reach")[..., 0] <= _NOTHING).all())
 
+    @_every
     def test_reach_of_a_small_ball_is_the_gain_at_its_centre(self, case: PieceCase) -> None:
         if isinstance(case.piece, SmoothPiece):
             exact = frobenius(case.piece.push(case.u, directions(case.piece.value, case.u, 0))).amax(0)
             least = RADII[1]
             assert bool((_value(case, "reach")[..., 1] >= least * exact * (1 - 1e-6)).all())
 
+    @_every
     def test_proved_is_above_numerical_and_close(self, case: PieceCase) -> None:
         for constant in constants(case.piece):
             proved, numerical = _value(case, constant), bound(Numerical(), case.piece, constant, case.u, RADII)
             assert bool((proved >= numerical * (1 - 1e-9)).all()), constant
             assert bool((proved <= numerical * (1 + 1e-3) + 1e-9).all()), constant
 
+    @_every
     def test_batch_equals_loop(self, case: PieceCase) -> None:
         members = [PieceCase(case.name, case.piece, u) for u in case.u]
         self._same(case.piece.value(case.u), torch.stack([case.piece.value(u) for u in case.u]))
@@ -193,13 +207,15 @@ class PieceConformance(ABC):
             loop = torch.stack([_value(member, constant) for member in members])
             self._same(_value(case, constant), loop)
 
+    @_every
     def test_radii_of_each_input(self, case: PieceCase) -> None:
         """Radii (b, e) mean for every input what its own mean alone."""
         radii = torch.tensor(RADII, dtype=torch.float64) * torch.arange(1, len(case.u) + 1).unsqueeze(-1)
         for constant in constants(case.piece):
-            each = [bound(Proved(), case.piece, constant, u, r) for u, r in zip(case.u, radii, strict=True)]
-            self._same(bound(Proved(), case.piece, constant, case.u, radii), torch.stack(each))
+            alone = [bound(Proved(), case.piece, constant, u, r) for u, r in zip(case.u, radii, strict=True)]
+            self._same(bound(Proved(), case.piece, constant, case.u, radii), torch.stack(alone))
 
+    @_every
     def test_float32_is_not_mixed_in(self, case: PieceCase) -> None:
         """Weights are float64: an input of another kind is refused, or there are no weights."""
         try:
@@ -217,9 +233,9 @@ class PieceConformance(ABC):
         return both[0], both[1]
 
     @staticmethod
-    def _same(found: Tensor, expected: Tensor) -> None:
+    def _same(values: Tensor, expected: Tensor) -> None:
         size = float(expected.abs().max()) if expected.numel() else 0.0
-        torch.testing.assert_close(found, expected, rtol=_AGREE, atol=1e-11 * size + _NOTHING)
+        torch.testing.assert_close(values, expected, rtol=_AGREE, atol=1e-11 * size + _NOTHING)
 
 
 @cache

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from holdfast.movement import distance
+from holdfast.attention.movement import distance
 
 _STEPS = 8
 
@@ -59,9 +59,9 @@ def climb(value: Callable[[Tensor, Tensor], Tensor], radii: Tensor, moves: Tenso
         length = step[..., None, None]
         z_trial = _onto_ball(moves + radii * length * slope_z, radii)
         g_trial = unit(g + length * slope_g)
-        found, new_z, new_g = _slopes(value, z_trial, g_trial)
-        gained = found > best
-        best, step = torch.where(gained, found, best), torch.where(gained, step, step / 4)
+        tried, new_z, new_g = _slopes(value, z_trial, g_trial)
+        gained = tried > best
+        best, step = torch.where(gained, tried, best), torch.where(gained, step, step / 4)
         here = gained[..., None, None]
         moves, g = torch.where(here, z_trial, moves), torch.where(here, g_trial, g)
         slope_z, slope_g = torch.where(here, new_z, slope_z), torch.where(here, new_g, slope_g)
@@ -72,9 +72,9 @@ def _slopes(value: Callable[[Tensor, Tensor], Tensor], moves: Tensor, g: Tensor)
     """The value and the directions of its gradients."""
     with torch.enable_grad():
         moves, g = moves.detach().requires_grad_(), g.detach().requires_grad_()
-        found = value(moves, g)
-        slopes = torch.autograd.grad(found.sum(), (moves, g), materialize_grads=True)
-    return found.detach().nan_to_num(nan=0.0), unit(slopes[0]), unit(slopes[1])
+        values = value(moves, g)
+        slopes = torch.autograd.grad(values.sum(), (moves, g), materialize_grads=True)
+    return values.detach().nan_to_num(nan=0.0), unit(slopes[0]), unit(slopes[1])
 
 
 def _onto_ball(moves: Tensor, radii: Tensor) -> Tensor:

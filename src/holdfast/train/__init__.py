@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.train.config import DataConfig, TrainConfig, TrainingConfig, read_training
 from holdfast.train.jasmin import jasmin
-from holdfast.train.loop import Epoch, Progress, TrainingRun, train
+from holdfast.train.loop import Epoch, TrainingProgress, TrainingRun, train
 from holdfast.train.losses import LOSSES, Loss
 from holdfast.train.monitor import LayerState, Monitor, MonitorRecord
 from holdfast.train.penalty import JaSMin
@@ -26,9 +26,9 @@ __all__ = [
     "Monitor",
     "MonitorCallback",
     "MonitorRecord",
-    "Progress",
     "TrainConfig",
     "TrainingConfig",
+    "TrainingProgress",
     "TrainingRun",
     "jasmin",
     "read_training",

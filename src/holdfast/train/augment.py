@@ -18,7 +18,7 @@ AUGMENTATIONS: Registry[Augmentation] = Registry("augmentation")
 
 @AUGMENTATIONS.add("flip")
 def flip(images: Float[Tensor, "b c s s"], generator: Generator) -> Float[Tensor, "b c s s"]:
-    """Left and right exchanged in every second image."""
+    """Left and right exchanged, for each image with probability 1/2."""
     return torch.where(_uniform(images, generator) < 0.5, images.flip(-1), images)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, final
@@ -11,10 +10,10 @@ from typing import Any, Literal, final
 from holdfast.data import SOURCES
 from holdfast.errors import InputError, UnknownNameError
 from holdfast.models.config import CONFIGS, ModelConfig, config_from, named_configs
-from holdfast.storage import Pathlike
+from holdfast.storage import Pathlike, read_toml
 from holdfast.train.augment import AUGMENTATIONS
 from holdfast.train.losses import CrossEntropy, Loss
-from holdfast.train.slopes import Gains, MarginSlope
+from holdfast.train.slopes import GainsSlope, MarginSlope
 from holdfast.train.tables import from_table, to_table
 
 _TABLES = ("model", "data", "train", "grid")
@@ -79,7 +78,7 @@ class TrainConfig:
     seed: int = 0
     evaluate_every: int = 1
     radius: float = 36 / 255
-    slope: MarginSlope = field(default_factory=Gains)
+    slope: MarginSlope = field(default_factory=GainsSlope)
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch", "evaluate_every", "lr", "manifold_lr"):
@@ -154,12 +153,7 @@ def read_training(source: Pathlike) -> TrainingConfig:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"no file {str(path)!r}; expected a TOML file with [model], [data] and [train]") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read as TOML: {error}") from None
+    tables = read_toml(path, "[model], [data] and [train]")
     for name in tables:
         if name not in _TABLES:
             raise UnknownNameError(f"table of {path}:", name, _TABLES)

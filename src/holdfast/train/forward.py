@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from holdfast.errors import InputError
+from holdfast.layers import SelfAttention
 from holdfast.models.transformer import Transformer
-from holdfast.nn import SelfAttention
 from holdfast.train.jasmin import widened
 
 
@@ -41,7 +41,7 @@ class ForwardPass:
     pullback: Callable[[Tensor], tuple[Tensor]] | None = None
 
     def pull(self, cotangent: Float[Tensor, "b 1 d"]) -> Tensor:
-        """The gradient by x of ⟨cotangent, features⟩; it can be differentiated again."""
+        """The gradient with respect to x of ⟨cotangent, features⟩; it can be differentiated again."""
         if self.pullback is None:
             raise InputError("this pass was run without its pullback; expected run(…, differentiate=True)")
         return self.pullback(cotangent)[0]
@@ -53,7 +53,7 @@ class ForwardPass:
 
     @property
     def rivals(self) -> Int64[Tensor, " b"]:
-        """The class with the largest logit beside the label."""
+        """The class with the largest logit other than the label."""
         return self.logits.detach().scatter(1, self.labels.unsqueeze(1), -torch.inf).argmax(1)
 
 
@@ -80,8 +80,8 @@ def run(
         z, entering = features(model, x)
         return ForwardPass(model, x, labels, logits_of(model, z), entering, progress)
     with sdpa_kernel(SDPBackend.MATH):
-        found: Any = torch.func.vjp(lambda at: features(model, at), x, has_aux=True)
-        z, pullback, entering = found
+        outcome: Any = torch.func.vjp(lambda at: features(model, at), x, has_aux=True)
+        z, pullback, entering = outcome
     return ForwardPass(model, x, labels, logits_of(model, z), entering, progress, pullback)
 
 

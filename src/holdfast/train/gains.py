@@ -26,30 +26,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from holdfast.attention.layer import split_heads
-from holdfast.errors import InputError
-from holdfast.nn import Convolution, Entrywise, Layer, LayerProject, Linear, MeanPool, PositionCodes, SelfAttention, Sll
-from holdfast.nn.arrangement import Arrangement
+from holdfast.layers import Linear, SelfAttention
+from holdfast.layers.steepness import Steepness, length, norm_estimate, unit
 from holdfast.train.jasmin import widened
 
-_STEPS = 3  # of power iteration for the many matrices of a batch …
-_WEIGHT_STEPS = 16  # … and for a weight, which all inputs share
-
-
-@final
-@dataclass(frozen=True)
-class Steepness:
-    """Estimates of the norms of the first two derivatives of a layer at its inputs."""
-
-    gain: Tensor | float
-    curvature: Tensor | float
+_STEPS = 3  # of power iteration for the many matrices of a batch
 
 
 def attention_steepness(
@@ -73,7 +60,7 @@ def attention_steepness(
         root = q.shape[-1] ** -0.25
         q, k, v = q * root, _centred(k) * root, _centred(v)
         scores = q @ k.mT  # softmax does not see that the keys were centred
-        positions: list[Tensor] = [each.position_scores for each in attentions if each.position_scores is not None]
+        positions: list[Tensor] = [layer.position_scores for layer in attentions if layer.position_scores is not None]
         if positions:
             scores = scores + torch.stack(positions).unsqueeze(1)
         p = scores.softmax(-1)
@@ -92,56 +79,13 @@ def attention_steepness(
         return Steepness(gain, c_O * (T * S_omega + 2 * _peak(omega) * W_Q * W_K + 2 * S * c_V))
 
 
-def layer_steepness(layer: object) -> Steepness:
-    """What is known of another layer by its construction."""
-    if isinstance(layer, Convolution):
-        return layer_steepness(layer.map)
-    if isinstance(layer, Linear):
-        return Steepness(map_gain(layer), 0.0)
-    if isinstance(layer, Entrywise):
-        return Steepness(layer.gain, layer.curvature)
-    if isinstance(layer, LayerProject):
-        # Of y / √(1 + |y|²) the second derivative is at most 3t (1 + t²)^(-5/2) <= 48 / (25 √5), at t = |y| = 1/2.
-        return Steepness(layer.gain, 48 / (25 * math.sqrt(5)) / layer.radius if layer.smooth else math.inf)
-    if isinstance(layer, Sll):
-        # With v = T^-½ Wᵀg the second derivative is -2 W T^-½ (σ'' T^½ v²), and ‖W T^-½‖ and ‖v‖ are at most 1.
-        return Steepness(layer.gain, 2 * layer.activation.curvature * layer.diagonal.amax().sqrt())
-    if isinstance(layer, Arrangement | MeanPool | PositionCodes):
-        return Steepness(layer.gain, 0.0)
-    if isinstance(layer, Layer) and math.isfinite(layer.gain):
-        return Steepness(layer.gain, math.inf)
-    raise InputError(f"{type(layer).__name__} has no gain that is known; use another slope, such as margin-gradient")
-
-
-def map_gain(linear: Linear) -> Float[Tensor, ""] | float:
-    """‖W‖: by construction where the map keeps it, else estimated."""
-    return linear.gain if math.isfinite(linear.gain) else norm_estimate(linear.weight)
-
-
-def norm_estimate(w: Float[Tensor, "*layers m n"]) -> Float[Tensor, "*layers"]:
-    """‖W‖ from below, differentiable; the start is the same every time."""
-    with torch.no_grad(), torch.autocast(w.device.type, enabled=False):
-        v = torch.cos(torch.arange(w.shape[-1], device=w.device, dtype=w.dtype) ** 2)  # in no direction of its own
-        v = v.unsqueeze(-1)
-        for _ in range(_WEIGHT_STEPS):
-            v = _unit(w.mT @ (w @ v), -2)
-    with torch.autocast(w.device.type, enabled=False):
-        return length(w @ v, -2).squeeze(-1)
-
-
 def norm_of_rows(p: Float[Tensor, "*b h n n"]) -> Float[Tensor, "*b h"]:
-    """‖P‖ of matrices with entries that are not negative: the top vectors are not negative, and so is the start."""
+    """‖P‖ of matrices without negative entries: the top vectors have none, and neither does the start."""
     with torch.no_grad():
         v = torch.ones_like(p[..., :1])
         for _ in range(_STEPS):
-            v = _unit(p.mT @ (p @ v), -2)
+            v = unit(p.mT @ (p @ v), -2)
     return length(p @ v, -2).squeeze(-1)
-
-
-def length(t: Tensor, dim: int = -1, *, keepdim: bool = False) -> Tensor:
-    """The l2 norm along a dimension; its derivative at 0 is 0."""
-    found: Tensor = torch.linalg.vector_norm(t, dim=dim, keepdim=keepdim)
-    return found
 
 
 def each_length(t: Float[Tensor, "b ..."]) -> Float[Tensor, "b ..."]:
@@ -154,16 +98,16 @@ def _map_gains(attentions: Sequence[SelfAttention], name: str) -> Float[Tensor, 
     maps: list[Linear] = [getattr(attention, name) for attention in attentions]
     if math.isfinite(maps[0].gain):
         return maps[0].gain
-    return norm_estimate(torch.stack([each.weight for each in maps])).unsqueeze(-1)
+    return norm_estimate(torch.stack([linear.weight for linear in maps])).unsqueeze(-1)
 
 
 def _largest_covariance(p: Float[Tensor, "*b h n n"], z: Float[Tensor, "*b h n k"]) -> Float[Tensor, "*b h n"]:
     """λ_max of the covariance of z under every row of p."""
     mean = p @ z
     with torch.no_grad():
-        w = _unit(mean + _start(z))
+        w = unit(mean + _start(z))
         for _ in range(_STEPS):
-            w = _unit((p * (w @ z.mT)) @ z - mean * (mean * w).sum(-1, keepdim=True))
+            w = unit((p * (w @ z.mT)) @ z - mean * (mean * w).sum(-1, keepdim=True))
     along = w @ z.mT
     return (p * (along - (p * along).sum(-1, keepdim=True)).square()).sum(-1)
 
@@ -171,9 +115,9 @@ def _largest_covariance(p: Float[Tensor, "*b h n n"], z: Float[Tensor, "*b h n k
 def _largest_moment(weights: Float[Tensor, "*b h n n"], z: Float[Tensor, "*b h n k"]) -> Float[Tensor, "*b h n"]:
     """λ_max of Σ_j weights_ij z_j z_jᵀ for every i."""
     with torch.no_grad():
-        w = _unit(weights @ z + _start(z))
+        w = unit(weights @ z + _start(z))
         for _ in range(_STEPS):
-            w = _unit((weights * (w @ z.mT)) @ z)
+            w = unit((weights * (w @ z.mT)) @ z)
     return (weights * (w @ z.mT).square()).sum(-1)
 
 
@@ -190,7 +134,3 @@ def _start(z: Tensor) -> Tensor:
 def _centred(z: Tensor) -> Tensor:
     """Less a common row, which no covariance sees."""
     return z - z.mean(-2, keepdim=True)
-
-
-def _unit(v: Tensor, dim: int = -1) -> Tensor:
-    return v / length(v, dim, keepdim=True).clamp(min=1e-30)

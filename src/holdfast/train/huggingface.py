@@ -6,9 +6,9 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from holdfast.extras import require
 from holdfast.graph.export import ModelInputs
 from holdfast.storage import Pathlike
-from holdfast.tracing.extras import require
 from holdfast.train.monitor import Monitor
 from holdfast.train.penalty import JaSMin
 
@@ -26,7 +26,7 @@ class MonitorCallback(TrainerCallback):
         every: steps between two measurements.
         path: a file that gets one line of JSON for each record.
         growth: factor that is worth a warning.
-        window: of so many records.
+        window: number of records over which it is measured.
 
     Example:
         >>> trainer = Trainer(model, args, callbacks=[MonitorCallback(probe, every=100)], …)
@@ -54,7 +54,7 @@ class MonitorCallback(TrainerCallback):
             self._log(state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Measures every so many steps."""
+        """Measures where the step is due."""
         self._log(state)
 
     def _log(self, state: TrainerState) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import platform
 import time
@@ -14,19 +15,22 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-import holdfast
 from holdfast.data import SOURCES, Dataset, load
 from holdfast.errors import HoldfastError, InputError
+from holdfast.layers import ManifoldStep, manifold_parameters
 from holdfast.models import Transformer, save
 from holdfast.models import load as load_model
-from holdfast.nn import ManifoldStep, manifold_parameters
-from holdfast.storage import Pathlike, write_text
+from holdfast.progress import watching
+from holdfast.storage import Pathlike, check_output, write_text
 from holdfast.train.augment import AUGMENTATIONS
 from holdfast.train.checkpoint import Checkpoint
 from holdfast.train.config import TrainConfig, TrainingConfig, read_training
-from holdfast.train.objective import Measurement, Objective, measure, measure_content
-from holdfast.train.place import Place, find_place
+from holdfast.train.interrupts import held_interrupts
+from holdfast.train.objective import Measurement, TrainingObjective, measure, measure_content
+from holdfast.train.place import Accelerated, find_place
+from holdfast.version import __version__
 
+_LOG = logging.getLogger(__name__)
 _SPLIT_SEED = 0  # every seed of a training keeps the same inputs apart
 _MEASURED = 2000  # training inputs that are measured on where none are kept apart
 _TELL_EVERY = 20  # steps between two looks at the loss: on a GPU each of them waits
@@ -35,10 +39,10 @@ _TELL_EVERY = 20  # steps between two looks at the loss: on a GPU each of them w
 @final
 @dataclass(frozen=True)
 class Epoch:
-    """The state after so many epochs.
+    """The state at the end of an epoch.
 
     Attributes:
-        epoch: how many are done.
+        epoch: its number, from 1 on.
         loss: mean over the steps of the last one.
         clean: accuracy on the inputs kept apart, or on some of the training inputs.
         certified: there, by the estimate of the config.
@@ -80,8 +84,8 @@ class TrainingRun:
 
 @final
 @dataclass(frozen=True)
-class Progress:
-    """How far a training is.
+class TrainingProgress:
+    """How far a training has come.
 
     Attributes:
         step: steps that are done.
@@ -105,7 +109,7 @@ def train(
     device: str | None = None,
     checkpoint_seconds: float = 60.0,
     command: str = "",
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[TrainingProgress], None] | bool = True,
 ) -> TrainingRun:
     """Trains a certifiable model.
 
@@ -120,8 +124,8 @@ def train(
         device: such as "cuda:1"; by default what accelerate chooses, or a GPU if there is one.
         checkpoint_seconds: time between two checkpoints.
         command: the command line, where there is one.
-        progress: is told how far the training is. If it is interrupted (KeyboardInterrupt), the run ends with the last
-            checkpoint.
+        progress: a function that is told how far the training is; by default a bar, with False none. If it is
+            interrupted (KeyboardInterrupt), the run ends with a checkpoint of the last whole step.
 
     Example:
         >>> run = train("digits-smooth", "out/digits")
@@ -129,9 +133,12 @@ def train(
     """
     if not isinstance(config, TrainingConfig):
         config = read_training(config)
+    for file in ("model.safetensors", "checkpoint.safetensors", "run.json"):
+        check_output(Path(out) / file)
     place = find_place(device)
     training = _Training(config, Path(out), data_dir, place, command)
-    return training.run(resume, checkpoint_seconds, progress if place.rank == 0 else None)
+    with watching(progress if place.rank == 0 else False, config.name, lambda now: (now.step, now.steps)) as tell:
+        return training.run(resume, checkpoint_seconds, tell)
 
 
 @final
@@ -139,7 +146,7 @@ class _Training:
     """All that the steps of one training share, and its state."""
 
     def __init__(
-        self, config: TrainingConfig, folder: Path, data_dir: Pathlike | None, place: Place, command: str
+        self, config: TrainingConfig, folder: Path, data_dir: Pathlike | None, place: Accelerated, command: str
     ) -> None:
         self._config, self._c, self._folder, self._data_dir = config, config.train, folder, data_dir
         self._place, self._command = place, command
@@ -152,44 +159,46 @@ class _Training:
             torch.manual_seed(self._c.seed)
             self._model = _first_model(config).to(place.device)
         self._optimisers = _optimisers(self._model, self._c)
-        objective = Objective(self._model, self._c.losses, bf16=self._c.precision == "bf16")
+        objective = TrainingObjective(self._model, self._c.losses, bf16=self._c.precision == "bf16")
         if self._c.compile != "no":
             objective.compile(mode=self._c.compile)
         self._objective = place.prepare(objective)
         self._generator = torch.Generator(place.device)
-        identity = {**config.to_dict(), "checksum": data.checksum, "holdfast": holdfast.__version__}
+        identity = {**config.to_dict(), "checksum": data.checksum, "holdfast": __version__}
         self._checkpoint = Checkpoint(folder / "checkpoint.safetensors", identity)
         self._step, self._earlier, self._began = 0, 0.0, time.perf_counter()
         self._history: list[Epoch] = []
         self._loss_sum = torch.zeros((), device=place.device)
         self._whole = True  # whether the state is that between two steps
 
-    def run(self, resume: bool, checkpoint_seconds: float, tell: Callable[[Progress], None] | None) -> TrainingRun:
+    def run(
+        self, resume: bool, checkpoint_seconds: float, tell: Callable[[TrainingProgress], None] | None
+    ) -> TrainingRun:
         """Does the steps that are left."""
         if resume and self._checkpoint.exists():
             notes = self._checkpoint.read(self._model, self._optimisers, self._loss_sum)
             self._step, self._earlier = notes["step"], notes["seconds"]
-            self._history = [Epoch(**each) for each in notes["history"]]
+            self._history = [Epoch(**entry) for entry in notes["history"]]
         saved = self._began = time.perf_counter()
         order = None
         try:
             while self._step < self._steps:
                 epoch, number = divmod(self._step, self._per_epoch)
                 order = self._order(epoch) if order is None or number == 0 else order
-                loss = self._take_step(order[number * self._c.batch : (number + 1) * self._c.batch])
-                if number + 1 == self._per_epoch:
-                    self._end_epoch(epoch + 1)
-                self._whole = True
-                if time.perf_counter() - saved > checkpoint_seconds:
-                    self._save({})
-                    saved = time.perf_counter()
+                loss = self._gradients(order[number * self._c.batch : (number + 1) * self._c.batch])
+                with held_interrupts():
+                    self._change(loss)
+                    if time.perf_counter() - saved > checkpoint_seconds:
+                        self._save({})
+                        saved = time.perf_counter()
                 if tell is not None and (self._step % _TELL_EVERY == 0 or self._step == self._steps):
                     last = self._history[-1] if self._history else None
-                    tell(Progress(self._step, self._steps, loss.item(), last))
+                    tell(TrainingProgress(self._step, self._steps, loss.item(), last))
             return self._finish()
         except KeyboardInterrupt:
-            if self._whole:
-                self._save({})
+            with held_interrupts():
+                if self._whole:
+                    self._save({})
             return self._outcome({}, finished=False)
 
     def _order(self, epoch: int) -> Tensor:
@@ -197,8 +206,8 @@ class _Training:
         chosen = torch.Generator().manual_seed((self._c.seed << 33) + (1 << 32) + epoch)
         return torch.randperm(len(self._labels), generator=chosen).to(self._place.device)
 
-    def _take_step(self, chosen: Tensor) -> Tensor:
-        """One step on these inputs, or on this process's part of them."""
+    def _gradients(self, chosen: Tensor) -> Tensor:
+        """The loss of these inputs, or of this process's part of them, and its gradients in the weights."""
         mine = chosen[self._place.rank :: self._place.count]
         inputs, labels = self._inputs[mine], self._labels[mine]
         stream = (self._c.seed << 33) + self._step * self._place.count + self._place.rank
@@ -213,12 +222,18 @@ class _Training:
                 group["lr"] = rate * group["full_lr"]
             optimiser.zero_grad()
         torch.autograd.backward(loss)
+        return loss.detach()
+
+    def _change(self, loss: Tensor) -> None:
+        """Moves the weights along the gradients of a step: from here to its end the state is between two steps."""
         self._whole = False
         for optimiser in self._optimisers.values():
             optimiser.step()
-        self._loss_sum += loss.detach()
+        self._loss_sum += loss
         self._step += 1
-        return loss.detach()
+        if self._step % self._per_epoch == 0:
+            self._end_epoch(self._step // self._per_epoch)
+        self._whole = True
 
     def _end_epoch(self, epoch: int) -> None:
         mean = self._loss_sum.item() / self._per_epoch
@@ -226,8 +241,15 @@ class _Training:
         if not math.isfinite(mean):
             raise HoldfastError(f"the loss of epoch {epoch} is {mean}; lower lr or manifold_lr of [train]")
         if epoch % self._c.evaluate_every == 0 or epoch == self._c.epochs:
-            found = self._measure(self._watched)
-            self._history.append(Epoch(epoch, mean, found.clean, found.certified, self._seconds))
+            measurement = self._measure(self._watched)
+            self._history.append(Epoch(epoch, mean, measurement.clean, measurement.certified, self._seconds))
+            _LOG.info(
+                "epoch %d: loss %.4f, clean %.3f, certified (estimate) %.3f",
+                epoch,
+                mean,
+                measurement.clean,
+                measurement.certified,
+            )
 
     def _measure(self, data: Dataset) -> Measurement:
         return measure(self._model, data, self._c.slope, self._c.radius, self._place.device)
@@ -253,7 +275,11 @@ class _Training:
     def _save(self, test: dict[str, Any]) -> None:
         """The state, and the run in words beside it."""
         if self._place.rank == 0:
-            notes = {"step": self._step, "seconds": self._seconds, "history": [asdict(each) for each in self._history]}
+            notes = {
+                "step": self._step,
+                "seconds": self._seconds,
+                "history": [asdict(entry) for entry in self._history],
+            }
             self._checkpoint.write(self._model, self._optimisers, self._loss_sum, notes)
             write_text(self._folder / "run.json", json.dumps(self._record(test), indent=1) + "\n")
 
@@ -264,7 +290,7 @@ class _Training:
             "seed": self._c.seed,
             "command": self._command,
             "versions": {
-                "holdfast": holdfast.__version__,
+                "holdfast": __version__,
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             },
@@ -275,7 +301,7 @@ class _Training:
             "steps": self._steps,
             "seconds": self._seconds,
             "measured_on": f"{len(self._watched)} inputs of {self._watched.split}",
-            "history": [asdict(each) for each in self._history],
+            "history": [asdict(entry) for entry in self._history],
             "test": test,
         }
 
@@ -333,15 +359,15 @@ def _optimisers(model: Transformer, c: TrainConfig) -> dict[str, torch.optim.Opt
     ours = {id(p) for p in orthogonal}
     rest = [p for p in model.parameters() if id(p) not in ours]
     fused = all(p.is_cuda for p in rest)
-    found: dict[str, torch.optim.Optimizer] = {
+    optimisers: dict[str, torch.optim.Optimizer] = {
         "adamw": torch.optim.AdamW(rest, lr=c.lr, weight_decay=c.weight_decay, betas=(0.9, 0.99), fused=fused)
     }
     if orthogonal:
-        found["manifold"] = ManifoldStep(orthogonal, lr=c.manifold_lr, momentum=c.momentum)
-    for optimiser in found.values():
+        optimisers["manifold"] = ManifoldStep(orthogonal, lr=c.manifold_lr, momentum=c.momentum)
+    for optimiser in optimisers.values():
         for group in optimiser.param_groups:
             group["full_lr"] = group["lr"]
-    return found
+    return optimisers
 
 
 def _device_name(device: torch.device) -> str:

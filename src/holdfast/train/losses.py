@@ -14,12 +14,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from holdfast.attention.layer import split_heads
 from holdfast.errors import InputError
-from holdfast.nn import SelfAttention
+from holdfast.layers import SelfAttention
 from holdfast.registry import Registry
 from holdfast.train.forward import ForwardPass, features, logits_of
 from holdfast.train.gains import each_length
 from holdfast.train.jasmin import check_options, jasmin, widened
-from holdfast.train.slopes import Gains, MarginSlope
+from holdfast.train.slopes import GainsSlope, MarginSlope
 from holdfast.train.tables import Chosen
 
 LOSSES: Registry[type[Loss]] = Registry("loss", group="holdfast.losses")
@@ -82,7 +82,7 @@ class Emma(Loss):
         temperature: see `CrossEntropy`.
     """
 
-    slope: MarginSlope = field(default_factory=Gains)
+    slope: MarginSlope = field(default_factory=GainsSlope)
     radius: float = 54 / 255
     growth: float = 0.5
     temperature: float = 1.0
@@ -175,7 +175,7 @@ class ContentFloor(Loss):
 
     Certified training is cheapest for attention that ignores its input; this term forbids that way out. Where W^Q and
     W^K are small, U is their product to first order: of U itself the gradient would vanish, of its logarithm it grows.
-    See `holdfast.nn.content`.
+    See `holdfast.layers.attention.content`.
 
     Attributes:
         floor: of U; layers may share it as they like.

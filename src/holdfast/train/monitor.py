@@ -71,7 +71,7 @@ class MonitorRecord:
 
 @final
 class Monitor:
-    """Measures every attention layer of a model on a fixed batch, every so many steps of a training loop.
+    """Measures every attention layer of a model on a fixed batch, at regular intervals of a training loop.
 
     The probe runs in evaluation mode and without gradients; modes and random numbers of the training are put back.
 
@@ -82,7 +82,7 @@ class Monitor:
         every: steps between two measurements.
         path: a file that gets one line of JSON for each record.
         growth: factor above which the growth of a layer's constant is worth a warning …
-        window: … over so many records.
+        window: … over this number of records.
 
     Example:
         >>> monitor = Monitor(model, {"input_ids": ids[:4]}, every=100)
@@ -128,7 +128,7 @@ class Monitor:
         began = time.perf_counter()
         with _undisturbed(self._model), torch.no_grad():
             self._tracer = self._tracer or Tracer(self._model, self._probe)
-            layers = tuple(_state(found) for found in self._tracer.layers(self._probe))
+            layers = tuple(_state(traced) for traced in self._tracer.layers(self._probe))
         warning = self._growth(step, layers)
         record = MonitorRecord(step, layers, warning, time.perf_counter() - began)
         self._records.append(record)
@@ -161,11 +161,11 @@ class Monitor:
         )
 
 
-def _state(found: TracedLayer) -> LayerState:
-    p = found.layer.attention(found.x)
+def _state(traced: TracedLayer) -> LayerState:
+    p = traced.layer.attention(traced.x)
     return LayerState(
-        name=found.name,
-        lipschitz=api.local_lipschitz(found.layer, found.x, tolerance=1e-2).value.max().item(),
+        name=traced.name,
+        lipschitz=api.local_lipschitz(traced.layer, traced.x, tolerance=1e-2).value.max().item(),
         g_1=row_penalties(p.log(), 0).exp().max().item(),
         norm_p=estimate(MatrixOperator(p), tolerance=1e-2).value.max().item(),
         entropy=torch.special.entr(p).sum(-1).mean().item(),

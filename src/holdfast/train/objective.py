@@ -11,15 +11,15 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from holdfast.data import Dataset
+from holdfast.layers.attention import content
 from holdfast.models.transformer import Transformer
-from holdfast.nn import content
 from holdfast.train.forward import run
 from holdfast.train.losses import Loss
 from holdfast.train.slopes import MarginSlope
 
 
 @final
-class Objective(nn.Module):
+class TrainingObjective(nn.Module):
     """The weighted sum of the terms of a loss.
 
     Args:
@@ -37,8 +37,8 @@ class Objective(nn.Module):
     def forward(self, inputs: Tensor, labels: Int64[Tensor, " b"], progress: Float[Tensor, ""]) -> Float[Tensor, ""]:
         """The loss of a batch when this share of the training is done."""
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self._bf16):
-            found = run(self.model, inputs, labels, progress, differentiate=self._differentiate)
-            return torch.stack([loss.weight * loss(found) for loss in self._losses]).sum()
+            forward_pass = run(self.model, inputs, labels, progress, differentiate=self._differentiate)
+            return torch.stack([loss.weight * loss(forward_pass) for loss in self._losses]).sum()
 
 
 @final
@@ -58,7 +58,7 @@ class Measurement:
 @final
 @dataclass(frozen=True)
 class ContentMeasurement:
-    """Whether the attention of a model attends: see `holdfast.nn.content`.
+    """Whether the attention of a model attends: see `holdfast.layers.attention.content`.
 
     Attributes:
         content_off: share of right answers with the content scores replaced by their mean over the inputs.
@@ -78,10 +78,10 @@ def measure(
     """Clean accuracy, and an estimate of certified accuracy."""
     right = held = torch.zeros((), dtype=torch.int64, device=device)
     for inputs, labels in _batches(data, device, batch):
-        found = run(model, inputs, labels, differentiate=slope.differentiates)
+        forward_pass = run(model, inputs, labels, differentiate=slope.differentiates)
         # The label is not its own rival.
-        lead = (found.margins - radius * slope(found)).scatter(1, labels.unsqueeze(1), torch.inf).amin(1)
-        right = right + (found.logits.argmax(1) == labels).sum()
+        lead = (forward_pass.margins - radius * slope(forward_pass)).scatter(1, labels.unsqueeze(1), torch.inf).amin(1)
+        right = right + (forward_pass.logits.argmax(1) == labels).sum()
         held = held + (lead > 0).sum()
     return Measurement(right.item() / len(data), held.item() / len(data))
 

@@ -16,9 +16,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from holdfast.errors import InputError
-from holdfast.tracing import AttentionCall, Tap
-from holdfast.tracing.eager import FORBIDDING
+from holdfast.train.eager import FORBIDDING
 from holdfast.train.jasmin import Reduction, check_options, pick, reduce, widened, worst_rows
+from holdfast.train.tap import AttentionCall, Tap
 
 
 @final
@@ -29,7 +29,7 @@ class JaSMin:
     counts nothing. Tokens that no query may attend to (padding) have no row of their own in the penalty.
 
     Args:
-        model: any model whose attention `holdfast.tracing.Tap` can see.
+        model: any model whose attention `holdfast.train.tap.Tap` can see.
         k: 0, or at least 2: see `holdfast.jasmin`.
         weight: what the penalty is multiplied by; may be changed at any time.
         reduction: over layers, batch and heads.

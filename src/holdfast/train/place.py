@@ -9,12 +9,13 @@ from typing import Any, final
 
 import torch
 
-from holdfast.tracing.extras import require
+from holdfast.device import check_device
+from holdfast.extras import require
 
 
 @final
 @dataclass(frozen=True)
-class Place:
+class Accelerated:
     """One process of a training.
 
     Attributes:
@@ -30,9 +31,11 @@ class Place:
     prepare: Callable[[Any], Any] = lambda module: module
 
 
-def find_place(device: str | None = None) -> Place:
+def find_place(device: str | None = None) -> Accelerated:
     """The place of this process; a device that is named is used alone, without accelerate."""
     if device is None and find_spec("accelerate") is not None:
         accelerator = require("accelerate", "hf").Accelerator()
-        return Place(accelerator.device, accelerator.process_index, accelerator.num_processes, accelerator.prepare)
-    return Place(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
+        return Accelerated(
+            accelerator.device, accelerator.process_index, accelerator.num_processes, accelerator.prepare
+        )
+    return Accelerated(check_device(device or ("cuda" if torch.cuda.is_available() else "cpu")))

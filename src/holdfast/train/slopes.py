@@ -18,10 +18,11 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from holdfast.errors import InputError
-from holdfast.nn import SelfAttention
+from holdfast.layers import SelfAttention
+from holdfast.layers.steepness import Steepness, length
 from holdfast.registry import Registry
 from holdfast.train.forward import ForwardPass, features
-from holdfast.train.gains import Steepness, attention_steepness, each_length, layer_steepness, length
+from holdfast.train.gains import attention_steepness, each_length
 from holdfast.train.tables import Chosen
 
 SLOPES: Registry[type[MarginSlope]] = Registry("slope", group="holdfast.slopes")
@@ -44,7 +45,7 @@ class MarginSlope(Chosen):
 @final
 @SLOPES.add("gains")
 @dataclass(frozen=True)
-class Gains(MarginSlope):
+class GainsSlope(MarginSlope):
     """The product of the gains of all layers, those of attention at the input, times ‖w_y - w_j‖ of the head.
 
     Attributes:
@@ -64,7 +65,7 @@ class Gains(MarginSlope):
 @final
 @SLOPES.add("jacobian")
 @dataclass(frozen=True)
-class Jacobian(MarginSlope):
+class JacobianSlope(MarginSlope):
     """The norm of the Jacobian J of the features at the input, from below, times ‖w_y - w_j‖ of the head.
 
     ‖Jᵀu‖ with u along J v, and v from the gradient of the closest margin by `steps` further steps of power iteration.
@@ -88,14 +89,14 @@ class Jacobian(MarginSlope):
     def _pushed(self, run: ForwardPass, v: Tensor) -> Tensor:
         """J v / ‖J v‖."""
         # J is the adjoint of the pullback, which is linear.
-        found: Any = torch.func.vjp(run.pull, _between(run).detach())
-        return functional.normalize(found[1](v)[0], dim=-1)
+        transposed: Any = torch.func.vjp(run.pull, _between(run).detach())
+        return functional.normalize(transposed[1](v)[0], dim=-1)
 
 
 @final
 @SLOPES.add("margin-gradient")
 @dataclass(frozen=True)
-class MarginGradient(MarginSlope):
+class GradientSlope(MarginSlope):
     """‖∇m(x)‖ + curvature/2 · ‖∇m(x') - ∇m(x)‖, m the closest margin, x' the point where it falls fastest.
 
     With x' = x - radius · ∇m/‖∇m‖ the second term stands for radius · ‖∇²m‖/2, so that radius times the slope is how
@@ -119,8 +120,8 @@ class MarginGradient(MarginSlope):
         if self.curvature:
             fallen = run.x - self.radius * (here / slope.clamp(min=1e-30)).detach()
             with sdpa_kernel(SDPBackend.MATH):
-                found: Any = torch.func.vjp(lambda at: features(run.model, at)[0], fallen)
-            slope = slope + self.curvature / 2 * each_length(found[1](between)[0] - here)
+                linearised: Any = torch.func.vjp(lambda at: features(run.model, at)[0], fallen)
+            slope = slope + self.curvature / 2 * each_length(linearised[1](between)[0] - here)
         others = torch.ones_like(run.logits).scatter(1, run.labels.unsqueeze(1), 0.0)
         return slope.flatten(1) * others
 
@@ -128,7 +129,7 @@ class MarginGradient(MarginSlope):
 @final
 @SLOPES.add("second-order")
 @dataclass(frozen=True)
-class SecondOrder(MarginSlope):
+class SecondOrderSlope(MarginSlope):
     """‖∇m(x)‖ + curvature · radius/2 · B ‖w_y - w_j‖, m the closest margin and B the curvature of all layers together.
 
     B = Σ_k (Π_{i>k} L_i) β_k (Π_{i<k} L_i)² with the gains L and curvatures β of the layers at the input: what the
@@ -148,11 +149,11 @@ class SecondOrder(MarginSlope):
 
     def __call__(self, run: ForwardPass) -> Float[Tensor, "b classes"]:
         others = (layer for layer in (*run.model.body, *run.model.pool) if not isinstance(layer, SelfAttention))
-        kinked = next((layer for layer in others if layer_steepness(layer).curvature == math.inf), None)
+        kinked = next((layer for layer in others if layer.steepness().curvature == math.inf), None)
         if kinked is not None:
             raise InputError(f"{type(kinked).__name__} has a kink, or no curvature that is known; use another slope")
         bent = self.curvature * self.radius / 2 * _network(run).curvature
-        return MarginGradient(self.radius, curvature=0.0)(run) + pair_norms(run) * bent
+        return GradientSlope(self.radius, curvature=0.0)(run) + pair_norms(run) * bent
 
 
 def pair_norms(run: ForwardPass) -> Float[Tensor, "b classes"]:
@@ -163,7 +164,7 @@ def pair_norms(run: ForwardPass) -> Float[Tensor, "b classes"]:
 
 
 def _between(run: ForwardPass) -> Float[Tensor, "b 1 d"]:
-    """w_y - w_j for the closest rival j: the gradient of that margin by the features."""
+    """w_y - w_j for the closest rival j: the gradient of that margin with respect to the features."""
     w = run.model.head.weight
     return (w[run.labels] - w[run.rivals]).unsqueeze(1)
 
@@ -171,13 +172,13 @@ def _between(run: ForwardPass) -> Float[Tensor, "b 1 d"]:
 def _network(run: ForwardPass, sample: int = 0, *, curved: bool = True) -> Steepness:
     """Of the features: the product of the gains G, and B, each (b, 1) or a number."""
     entering = [x[: sample or None] for x in run.entering]
-    found = attention_steepness(run.model.attentions, entering, curved=curved)
-    gains, curvatures = (_each_layer(t, len(entering), mean=sample > 0) for t in (found.gain, found.curvature))
+    steepness = attention_steepness(run.model.attentions, entering, curved=curved)
+    gains, curvatures = (_each_layer(t, len(entering), mean=sample > 0) for t in (steepness.gain, steepness.curvature))
     own = zip(gains, curvatures, strict=True)
     G: Tensor | float = 1.0
     B: Tensor | float = 0.0
     for layer in (*run.model.body, *run.model.pool):
-        known = layer_steepness(layer) if not isinstance(layer, SelfAttention) else Steepness(*next(own))
+        known = layer.steepness() if not isinstance(layer, SelfAttention) else Steepness(*next(own))
         B = known.gain * B + known.curvature * G**2 if curved else math.inf
         G = known.gain * G
     return Steepness(G, B)

@@ -6,7 +6,8 @@ from abc import ABC
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from holdfast.errors import InputError, UnknownNameError
 from holdfast.registry import Registry
@@ -51,7 +52,7 @@ def from_table(cls: type[T], table: Any, where: str) -> T:
 def to_table(value: Any) -> Any:
     """The inverse of `from_table`, ready for JSON."""
     if isinstance(value, tuple):
-        return [to_table(each) for each in value]
+        return [to_table(item) for item in value]
     if not is_dataclass(value):
         return value
     own = {field.name: to_table(getattr(value, field.name)) for field in fields(value)}
@@ -59,10 +60,13 @@ def to_table(value: Any) -> Any:
 
 
 def _value(value: Any, expected: Any, key: str, where: str) -> Any:
+    if get_origin(expected) in (Union, UnionType):  # something, or None
+        (own,) = (kind for kind in get_args(expected) if kind is not type(None))
+        return None if value is None else _value(value, own, key, where)
     if get_origin(expected) is tuple:
         if not isinstance(value, list):
             raise InputError(f"{key} of {where} is {value!r}; expected a list")
-        return tuple(_value(each, get_args(expected)[0], key, where) for each in value)
+        return tuple(_value(item, get_args(expected)[0], key, where) for item in value)
     if choices := get_args(expected):
         if value not in choices:
             raise UnknownNameError(f"{key} of {where}:", str(value), map(str, choices))

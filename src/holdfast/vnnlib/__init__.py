@@ -2,6 +2,6 @@
 
 from holdfast.vnnlib.decide import Decision, Verdict, decide
 from holdfast.vnnlib.reader import read_specification
-from holdfast.vnnlib.specification import Box, Case, Specification
+from holdfast.vnnlib.specification import Box, OutputCase, Specification
 
-__all__ = ["Box", "Case", "Decision", "Specification", "Verdict", "decide", "read_specification"]
+__all__ = ["Box", "Decision", "OutputCase", "Specification", "Verdict", "decide", "read_specification"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Literal, final
@@ -14,14 +14,13 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor, nn
 
+from holdfast.compositions import compositions, forms
 from holdfast.errors import HoldfastError, InputError, MemoryLimitError, NotApplicableError
 from holdfast.graph import to_network
 from holdfast.graph.onnx import OnnxModel
+from holdfast.layers.linear.piece import Affine
 from holdfast.linalg.rounding import frobenius_upper, up
-from holdfast.network import forms
-from holdfast.network.affine import Affine
 from holdfast.network.centre import Centre
-from holdfast.network.compositions import compositions
 from holdfast.network.network import Head, Network
 from holdfast.vnnlib.search import Search
 from holdfast.vnnlib.specification import Box, Specification
@@ -40,12 +39,17 @@ class Decision:
         x: the counter-example, where there is one.
         y: what the model returns there.
         seconds: wall time.
+        parts: into how many the boxes were divided for the proof, where there is one.
+        losses: what was taken off the smallest margin of the box that was proved or given up last, by name; empty
+            where the proof was cut short or has no such account.
     """
 
     verdict: Verdict
     x: Float64[Tensor, " inputs"] | None = None
     y: Float64[Tensor, " outputs"] | None = None
     seconds: float = 0.0
+    parts: int = 0
+    losses: dict[str, float] = field(default_factory=dict)
 
     def to_text(self) -> str:
         """The verdict, and the counter-example as assignments, in the competition's format."""
@@ -73,7 +77,8 @@ def decide(
         model: a classifier that `to_network` reads, or a `Network`.
         specification: what `read_specification` returns.
         shape: of one input, whose numbers in a row are X_0, X_1, …; by default what an ONNX file says.
-        timeout: seconds; the proof runs in a process of its own, which is ended then. None for no limit.
+        timeout: seconds; the proof runs in a process of its own, which is ended then, and may divide boxes into parts
+            as long as there is time. None for no limit, and no parts.
         search: how counter-examples are looked for.
         seed: of everything random.
 
@@ -95,11 +100,13 @@ def decide(
             if any(bool((case.excess(y) <= 0).all()) for case in box.cases):
                 return Decision("sat", candidate, y, time.monotonic() - began)
     questions = list(asked.questions(specification))
-    proved = None
+    proof = None
     if time.monotonic() < deadline:
-        proved = _all_lead(questions) if timeout is None else _in_time(questions, deadline)
-    verdict: Verdict = "timeout" if proved is None else "unsat" if proved else "unknown"
-    return Decision(verdict, seconds=time.monotonic() - began)
+        proof = _all_lead(questions) if timeout is None else _in_time(questions, deadline)
+    seconds = time.monotonic() - began
+    if proof is None:
+        return Decision("timeout", seconds=seconds)
+    return Decision("unsat" if proof.parts else "unknown", seconds=seconds, parts=proof.parts, losses=proof.losses)
 
 
 def _stored(x: Tensor, box: Box) -> Tensor:
@@ -121,8 +128,8 @@ class _Asked:
 
     def outputs(self, x: Float64[Tensor, "b inputs"]) -> Float64[Tensor, "b outputs"]:
         """What the network computes."""
-        found: Tensor = self.network(x.reshape(-1, *self.size))
-        return found
+        outputs: Tensor = self.network(x.reshape(-1, *self.size))
+        return outputs
 
     def executed(self, x: Float64[Tensor, " inputs"]) -> Float64[Tensor, " outputs"]:
         """What the model itself returns."""
@@ -130,7 +137,7 @@ class _Asked:
             return self.execute(x.unsqueeze(0))[0].double()
 
     def questions(self, specification: Specification) -> Iterator[_Question]:
-        """For every box, of each case the inequality that is farthest from holding at the box's centre."""
+        """For every box: of each case, the inequality that is farthest from holding at the box's centre."""
         for box in specification.boxes:
             with torch.no_grad():
                 y = self.outputs(((box.lower + box.upper) / 2).unsqueeze(0))[0]
@@ -158,9 +165,9 @@ def _enter(model: Network | nn.Module, specification: Specification, shape: Sequ
         converted = to_network(model, centre)
         size = tuple(converted.encode(centre).shape[1:])
         asked = _Asked(converted.network, size, _executor(model, shape))
-    found = asked.outputs(centre.reshape(1, -1)).shape[-1]
-    if found != specification.outputs:
-        raise InputError(f"the specification has {specification.outputs} outputs Y_j, and the model returns {found}")
+    returned = asked.outputs(centre.reshape(1, -1)).shape[-1]
+    if returned != specification.outputs:
+        raise InputError(f"the specification has {specification.outputs} outputs Y_j, and the model returns {returned}")
     return asked
 
 
@@ -201,58 +208,86 @@ def _leading(network: Network, A: Float64[Tensor, "j k"], c: Float64[Tensor, " j
     return Network((*network.stages, last), Head(torch.cat([zero, -A]), torch.cat([c.new_zeros(1), c])), network.name)
 
 
-def leads_everywhere(network: Network, lower: Float64[Tensor, "n d"], upper: Float64[Tensor, "n d"]) -> bool:
-    """Whether it is proved that class 0 has the largest logit on the whole box.
+@final
+@dataclass(frozen=True)
+class LeadProof:
+    """How a proof that class 0 leads on a box went.
 
-    Where every piece has quadratic forms, they bound the margins over the box itself (docs/math/forms.md). Otherwise
-    the compositions are asked for the ball around its centre that its corners touch.
+    Attributes:
+        parts: into how many the box was divided; 0 where nothing is proved.
+        losses: what was taken off the smallest margin, by name; empty where that is not known.
+    """
+
+    parts: int = 0
+    losses: dict[str, float] = field(default_factory=dict)
+
+
+def leads_everywhere(
+    network: Network, lower: Float64[Tensor, "n d"], upper: Float64[Tensor, "n d"], seconds: float = 0.0
+) -> LeadProof:
+    """Tries to prove that class 0 has the largest logit everywhere in a box.
+
+    Where every piece has quadratic forms, they bound the margins over the box itself (docs/math/forms.md), and over its
+    parts as long as that may help in these seconds. Otherwise the compositions are asked for the ball around its centre
+    that its corners touch.
     """
     x = (lower + upper) / 2
     half = up(torch.maximum(upper - x, x - lower)).clamp(min=0.0)
     radius = frobenius_upper(half.unsqueeze(0))
     centre = Centre(network, x.unsqueeze(0))
     if int(centre.prediction) != 0 or not bool(centre.margin > 0):
-        return False
+        return LeadProof()
     if not bool((upper > lower).any()):
-        return True
+        return LeadProof(1)
     try:
         if forms.refusal(network) is None:
-            found = forms.margins_over_box(network, lower, upper)
-            return found.least > 0 and bool(found.margins[0] == math.inf)  # class 0 is the one that leads
-        return bool(compositions["best"](centre, radius).radius >= radius)
+            margins = forms.margins_over_parts(network, lower, upper, seconds)
+            leading = bool(margins.margins[0] == math.inf)  # class 0 is the one that leads
+            return LeadProof(margins.parts if margins.least > 0 and leading else 0, margins.losses)
+        radii = compositions["best"](centre, radius)
+        return LeadProof(int(radii.radius >= radius), radii.losses[0] if radii.losses else {})
     except (NotApplicableError, MemoryLimitError):
-        return False
+        return LeadProof()
 
 
-def _all_lead(questions: Sequence[_Question]) -> bool:
-    return all(leads_everywhere(each.network, each.lower, each.upper) for each in questions)
+def _all_lead(questions: Sequence[_Question], seconds: float = 0.0) -> LeadProof:
+    """The parts of all boxes, and the losses of the last; no parts where one of them is not proved."""
+    parts, losses, deadline = 0, dict[str, float](), time.monotonic() + seconds
+    for question in questions:
+        left = max(0.0, deadline - time.monotonic())
+        proof = leads_everywhere(question.network, question.lower, question.upper, left)
+        if not proof.parts:
+            return proof
+        parts, losses = parts + proof.parts, proof.losses
+    return LeadProof(parts, losses)
 
 
-def _in_time(questions: Sequence[_Question], deadline: float) -> bool | None:
+def _in_time(questions: Sequence[_Question], deadline: float) -> LeadProof | None:
     """The same in a process of its own; None where the deadline comes first."""
     context = get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_prove, args=(theirs, questions, torch.get_num_threads()), daemon=True)
+    left = max(0.0, deadline - time.monotonic())
+    process = context.Process(target=_prove, args=(theirs, questions, torch.get_num_threads(), left), daemon=True)
     process.start()
     theirs.close()
     try:
         if not ours.poll(max(0.0, deadline - time.monotonic())):
             return None
-        found: bool | HoldfastError = ours.recv()
+        answer: LeadProof | HoldfastError = ours.recv()
     except (EOFError, ConnectionError):
         raise HoldfastError("the proof ended early: memory may have run out; nothing is decided") from None
     finally:
         process.terminate()
         process.join()
         ours.close()
-    if isinstance(found, HoldfastError):
-        raise found
-    return found
+    if isinstance(answer, HoldfastError):
+        raise answer
+    return answer
 
 
-def _prove(pipe: Connection, questions: Sequence[_Question], threads: int) -> None:
+def _prove(pipe: Connection, questions: Sequence[_Question], threads: int, seconds: float) -> None:
     torch.set_num_threads(threads)
     try:
-        pipe.send(_all_lead(questions))
+        pipe.send(_all_lead(questions, seconds))
     except HoldfastError as error:
         pipe.send(error)

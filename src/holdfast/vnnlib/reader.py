@@ -20,7 +20,7 @@ import torch
 
 from holdfast.errors import InputError
 from holdfast.storage import Pathlike
-from holdfast.vnnlib.specification import Box, Case, Specification
+from holdfast.vnnlib.specification import Box, OutputCase, Specification
 
 _TOKEN = re.compile(r";[^\n]*|\n|[()]|[^\s();]+")
 _VARIABLE = re.compile(r"([XY])_(\d+)")
@@ -146,12 +146,12 @@ class _Reader:
 
     def _declare(self, form: _List) -> None:
         words = [part.text if isinstance(part, _Word) else "()" for part in form.parts[1:]]
-        found = _VARIABLE.fullmatch(words[0]) if words else None
-        if found is None or words[1:] not in (["Real"], ["()", "Real"]):
+        variable = _VARIABLE.fullmatch(words[0]) if words else None
+        if variable is None or words[1:] not in (["Real"], ["()", "Real"]):
             self._refuse(
                 form.line, f"({form.head} {' '.join(words)}) is not supported; expected X_i or Y_j of type Real"
             )
-        kind, number = found[1], int(found[2])
+        kind, number = variable[1], int(variable[2])
         if number != self._counts[kind]:
             self._refuse(
                 form.line, f"{words[0]} is declared; expected {kind}_{self._counts[kind]}, one after the other"
@@ -201,28 +201,28 @@ class _Reader:
 
     def _number(self, word: _Word) -> float:
         try:
-            found = float(word.text)
+            number = float(word.text)
         except ValueError:
-            found = math.nan
-        if not math.isfinite(found):
+            number = math.nan
+        if not math.isfinite(number):
             self._refuse(word.line, f"{word.text!r} is neither X_i, nor Y_j, nor a number")
-        return found
+        return number
 
     # -- from inequalities to boxes
 
     def _specification(self, common: list[tuple[_Linear, int]], choices: list[_Clauses]) -> Specification:
         if not self._counts["X"] or not self._counts["Y"]:
             self._refuse(1, "no X_i or no Y_j is declared; expected a VNN-LIB specification")
-        found: dict[tuple[tuple[int, bool, float], ...], list[Case]] = {}
+        cases_by_box: dict[tuple[tuple[int, bool, float], ...], list[OutputCase]] = {}
         for clause in self._product(choices, 1):
             bounds, outputs = self._parted([*common, *clause])
-            found.setdefault(bounds, []).append(outputs)
-        boxes = [self._box(bounds, tuple(cases)) for bounds, cases in found.items()]
+            cases_by_box.setdefault(bounds, []).append(outputs)
+        boxes = [self._box(bounds, tuple(cases)) for bounds, cases in cases_by_box.items()]
         return Specification(
             self._counts["X"], self._counts["Y"], tuple(box for box in boxes if bool((box.lower <= box.upper).all()))
         )
 
-    def _parted(self, clause: list[tuple[_Linear, int]]) -> tuple[tuple[tuple[int, bool, float], ...], Case]:
+    def _parted(self, clause: list[tuple[_Linear, int]]) -> tuple[tuple[tuple[int, bool, float], ...], OutputCase]:
         """The bounds of inputs, each with whether it is an upper one, and the inequalities of outputs."""
         bounds, rows, limits = list[tuple[int, bool, float]](), list[list[float]](), list[float]()
         for linear, line in clause:
@@ -239,9 +239,11 @@ class _Reader:
                 self._refuse(line, "an inequality holds several inputs, inputs and outputs, or neither; expected a box")
         if not rows:
             self._refuse(1, "there is a case without any Y_j; expected constraints of the outputs")
-        return tuple(bounds), Case(torch.tensor(rows, dtype=torch.float64), torch.tensor(limits, dtype=torch.float64))
+        return tuple(bounds), OutputCase(
+            torch.tensor(rows, dtype=torch.float64), torch.tensor(limits, dtype=torch.float64)
+        )
 
-    def _box(self, bounds: tuple[tuple[int, bool, float], ...], cases: tuple[Case, ...]) -> Box:
+    def _box(self, bounds: tuple[tuple[int, bool, float], ...], cases: tuple[OutputCase, ...]) -> Box:
         lower, upper = [-math.inf] * self._counts["X"], [math.inf] * self._counts["X"]
         for i, above, number in bounds:
             if above:

@@ -12,7 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from holdfast.errors import InputError
-from holdfast.vnnlib.specification import Box, Case
+from holdfast.vnnlib.specification import Box, OutputCase
 
 #: Outputs (b, k) of inputs (b, i); differentiable.
 Outputs = Callable[[Tensor], Tensor]
@@ -47,7 +47,7 @@ class Search:
             yield from self._descend(outputs, box, box.cases[first : first + most], generator, deadline)
 
     def _descend(
-        self, outputs: Outputs, box: Box, cases: tuple[Case, ...], generator: torch.Generator, deadline: float
+        self, outputs: Outputs, box: Box, cases: tuple[OutputCase, ...], generator: torch.Generator, deadline: float
     ) -> Iterator[Tensor]:
         width = box.upper - box.lower
         share = torch.rand(len(cases), self.restarts, len(width), dtype=torch.float64, generator=generator)
@@ -61,7 +61,7 @@ class Search:
             size = _FIRST * (_LAST / _FIRST) ** (step / self.steps)
             x = (x - size * width * gradient.sign()).clamp(box.lower, box.upper)
 
-    def _excess(self, outputs: Outputs, x: Tensor, cases: tuple[Case, ...]) -> tuple[Tensor, Tensor]:
+    def _excess(self, outputs: Outputs, x: Tensor, cases: tuple[OutputCase, ...]) -> tuple[Tensor, Tensor]:
         """The largest excess of each point's case, and its gradient."""
         with torch.enable_grad():
             x = x.detach().requires_grad_()

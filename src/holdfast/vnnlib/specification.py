@@ -11,7 +11,7 @@ from torch import Tensor
 
 @final
 @dataclass(frozen=True, eq=False)
-class Case:
+class OutputCase:
     """A polyhedron of outputs y: those with A y <= c."""
 
     A: Float64[Tensor, "m outputs"]
@@ -35,7 +35,7 @@ class Box:
 
     lower: Float64[Tensor, " inputs"]
     upper: Float64[Tensor, " inputs"]
-    cases: tuple[Case, ...]
+    cases: tuple[OutputCase, ...]
 
 
 @final

@@ -3,8 +3,7 @@
   for (const record of data.runs.flatMap((run) => run.records))
     if (record.attack_radius === "inf") record.attack_radius = Infinity;
   const shown = data.radii.some((radius) => radius > 0) ? data.radii : [0];
-  const state = { radius: shown.findIndex((radius) => radius > 0), run: 0 };
-  state.radius = Math.max(0, state.radius);
+  const state = { radius: 0, run: 0 };
   const sorting = { column: 0, ascending: true };
 
   // -- shares of the inputs
@@ -27,13 +26,39 @@
   const ratios = (run) =>
     run.records.filter((r) => right(r) && r.attack_radius > 0 && Number.isFinite(r.attack_radius)).map((r) => r.radius / r.attack_radius);
 
+  // The radius at which the page opens: where the first run certifies a part of what an attack leaves, the one with the
+  // largest gap; if there is none, where the curves are furthest apart, the smallest of those.
+  function apart() {
+    const top = (radius) => (withAttack ? attacked(withAttack, radius) : clean(data.runs[0]));
+    const gap = (radius) => {
+      const share = certified(data.runs[0], radius);
+      return radius > 0 && share > 0 && share < top(radius) ? top(radius) - share : -1;
+    };
+    const spread = (radius) => {
+      const shares = data.runs.map((run) => certified(run, radius));
+      return radius > 0 ? Math.max(top(radius), ...shares) - Math.min(...shares) : -1;
+    };
+    const telling = shown.map(gap);
+    return largest(telling.some((value) => value > 0) ? telling : shown.map(spread));
+  }
+
+  // What a radius means for a picture of 255 grey levels.
+  function units(radius) {
+    if (!data.pixels || !(radius > 0)) return "";
+    if (data.norm === "linf") return ` (${short(255 * radius)} of 255 grey levels in every pixel at once)`;
+    const levels = 255 * radius;
+    if (levels < 1) return ` (${short(levels)} of a grey level in one pixel)`;
+    return ` (as far as one grey level of 255 in ${short(levels ** 2)} numbers of the picture, or ${short(levels)} levels in a single one)`;
+  }
+
   function summary() {
     const run = data.runs[state.run], radius = shown[state.radius], answer = clear(byId("answer"));
     const strong = (text) => add(answer, "b", {}, text);
     answer.append(`Of ${run.records.length} inputs `);
     strong(exact(clean(run), Math.round));
-    answer.append(" are answered correctly. Under every perturbation of norm up to ");
+    answer.append(` are answered correctly. Under every perturbation (${data.perturbations}) up to `);
     strong(short(radius));
+    answer.append(units(radius));
     answer.append(run.guarantee === "proved" ? ", it is proved that at least " : ", by numerical norms, ");
     strong(least(certified(run, radius)));
     answer.append(" stay correct");
@@ -52,7 +77,7 @@
     const correct = run.records.filter(right), proved = run.guarantee === "proved";
     figure("median radius", down(median(correct.map((r) => r.radius))), proved ? "proved" : "numerical", proved ? "■ proved" : "◆ numerical");
     if (withAttack) figure("median distance of a change", finite(median(withAttack.records.filter(right).map((r) => r.attack_radius))), "lower", "▲ attained");
-    if (run.attacked && ratios(run).length) figure("median certified / attack", down(median(ratios(run))), proved ? "proved" : "numerical", "of at most 1");
+    if (run.attacked && ratios(run).length) figure("median certified / attack", down(median(ratios(run))), proved ? "proved" : "numerical", "1: nothing is lost");
     figure("seconds an input", digits(run.records.reduce((sum, r) => sum + r.seconds, 0) / run.records.length), "estimate", "wall time");
   }
 
@@ -61,7 +86,7 @@
   function series() {
     const lines = data.runs.map((run, i) => ({ kind: `run run-${i % 4}`, title: title(run), run, ends: run.records.filter(right).map((r) => r.radius), at: (r) => certified(run, r) }));
     if (withAttack)
-      lines.unshift({ kind: "attacked", title: "after the attack: no more is true", run: withAttack, ends: withAttack.records.filter(right).map((r) => r.attack_radius), at: (r) => attacked(withAttack, r) });
+      lines.unshift({ kind: "attacked", title: "after the attack: no proof can reach higher", run: withAttack, ends: withAttack.records.filter(right).map((r) => r.attack_radius), at: (r) => attacked(withAttack, r) });
     return lines;
   }
 
@@ -79,13 +104,19 @@
     const x = (radius) => f.margin.left + (radius / furthest) * f.inner, floor = f.height - f.margin.bottom;
     for (const tick of ticks(0, furthest, false).filter((v) => v <= furthest))
       add(f.svg, "text", { x: x(tick), y: floor + 18, "text-anchor": "middle" }, short(tick));
-    add(f.svg, "text", { x: f.margin.left + f.inner / 2, y: f.height - 4, "text-anchor": "middle" }, "l2 radius");
+    add(f.svg, "text", { x: f.margin.left + f.inner / 2, y: f.height - 4, "text-anchor": "middle" }, `radius (${data.perturbations})`);
     add(f.svg, "line", { class: "chosen-line", x1: x(shown[state.radius]), x2: x(shown[state.radius]), y1: f.margin.top, y2: floor });
     for (const line of lines) {
       const sorted = line.ends.filter(Number.isFinite).sort((p, q) => p - q), count = line.run.records.length;
       let path = `M${x(0)} ${f.y(line.ends.length / count)}`;
       sorted.forEach((end, i) => (path += `H${x(end).toFixed(1)}V${f.y((line.ends.length - i - 1) / count).toFixed(1)}`));
-      add(f.svg, "path", { class: `line ${line.kind}`, d: `${path}H${f.width - f.margin.right}` });
+      const kept = line.ends.length - sorted.length; // a line that has come down to 0 ends there, with a dot
+      add(f.svg, "path", { class: `line ${line.kind}`, d: kept ? `${path}H${f.width - f.margin.right}` : path });
+      if (!kept && sorted.length) {
+        const end = sorted[sorted.length - 1];
+        const dot = add(f.svg, "circle", { class: `line end ${line.kind}`, cx: x(end), cy: f.y(0), r: 4 });
+        explain(dot, `${line.title}: nothing beyond ${short(end)}`);
+      }
     }
     const columns = Math.min(48, Math.floor(f.inner / 14)), width = f.inner / columns;
     keys(Array.from({ length: columns }, (_, i) => {
@@ -160,7 +191,9 @@
   data.runs.forEach((run, i) => add(byId("pick-run"), "option", { value: i }, `${run.method}, ${run.guarantee}`));
   for (const name of ["radius", "run"])
     byId(`pick-${name}`).addEventListener("change", (event) => choose({ [name]: Number(event.target.value) }));
-  choose({});
+  for (const sentence of document.querySelectorAll("#inputs .text"))
+    keys([...sentence.children], 1, Math.max(0, [...sentence.children].findIndex((word) => word.classList.contains("top"))));
+  choose({ radius: apart() });
   let width = innerWidth;
   addEventListener("resize", () => {
     if (width !== innerWidth) { width = innerWidth; curve(); histogram(); }

@@ -22,15 +22,23 @@
   }
 
   function draw(f, series, x) {
-    for (const { kind, values } of series) {
-      const points = values.map((value, i) => (value > 0 ? [x(i), f.y(value)] : null)).filter(Boolean);
+    const placed = series.map(({ kind, values }) => ({ kind, points: values.map((value, i) => (value > 0 ? [x(i), f.y(value)] : null)).filter(Boolean) }));
+    for (const { kind, points } of placed)
       if (points.length > 1) add(f.svg, "polyline", { class: `line ${kind}`, points: points.map((p) => p.map((v) => v.toFixed(1)).join()).join(" ") });
-      for (const [left, top] of points) mark(f.svg, kind, left, top);
-    }
+    // Marks stand above all lines, those of what is attained last: none hides them.
+    for (const { kind, points } of placed) for (const [left, top] of points) mark(f.svg, kind, left, top);
   }
 
   // -- what is shown of one layer
 
+  // Names of layers without the parts that all of them share, so that they differ where there is little room.
+  const parts = data.layers.map((layer) => layer.name.split("."));
+  const shared = (lists) => {
+    const count = lists[0].findIndex((part, i) => lists.some((list) => list[i] !== part));
+    return count < 0 ? 0 : count;
+  };
+  const before = shared(parts), after = shared(parts.map((list) => list.slice(before).reverse()));
+  const shortName = (layer) => layer.name.split(".").slice(before, after ? -after : undefined).join(".") || layer.name;
   const layerTitle = (layer) => `Layer ${layer.index}`;
   function numbers(layer, eps = state.eps) {
     const b = state.input, radius = data.eps[eps];
@@ -202,7 +210,7 @@
       const node = add(line, "span", { class: kinds.join(" ").trim(), role: "img" }, token);
       const part = strength(energy[i], seen);
       node.style.background = tint(part);
-      if (part > 0.5) node.style.color = "#17202c"; // dark on orange, in light and dark
+      if (part > 0.65) node.style.color = "#17202c"; // dark on orange, in light and dark
       explain(node, `“${token}”, token ${i}\n${percent(energy[i])} of the most sensitive direction`);
       nodes.push(node);
     });
@@ -273,7 +281,7 @@
     const b = state.input, radius = short(data.eps[state.eps]), top = (key) => (l) => Math.max(...l[key][b]);
     return [
       { title: "layer", value: (l) => l.index, show: String },
-      { title: "name", value: (l) => l.name, show: String },
+      { title: "name", value: shortName, show: String },
       { title: "local constant", value: (l) => l.slope[b], show: digits },
       ...(data.layers.some((l) => l.slope_upper) ? [{ title: "… proved", value: (l) => l.slope_upper && l.slope_upper[b], show: up }] : []),
       { title: `bound at ${radius}`, value: (l) => numbers(l).bound, show: up },
@@ -319,7 +327,7 @@
 
   const options = {
     input: data.inputs.map((input, i) => `${i + 1}` + (input.image ? "" : `: ${input.tokens.filter((_, j) => !input.padding[j]).slice(0, 8).join(" ").slice(0, 40)}…`)),
-    layer: data.layers.map((layer) => `${layer.index}: ${layer.name}`),
+    layer: data.layers.map((layer) => (shortName(layer) === String(layer.index) ? layer.name : `${layer.index}: ${shortName(layer)}`)),
     eps: data.eps.map(short),
   };
   for (const [name, titles] of Object.entries(options)) {

@@ -1,0 +1,216 @@
+"""How time and memory grow when tokens, width, heads, layers or inputs are doubled, beside what the algorithm promises.
+
+Every point is measured in a process of its own: CPU seconds of one thread, and how far its memory grew. With a GPU the
+same points are measured there too.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, final
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import holdfast
+from benchmarks.harness import RESULTS, machine, save
+from holdfast.compositions import certify_inputs
+from holdfast.models import DigitsViT
+from holdfast.studies.tightness import Regime, draw
+
+DOUBLINGS = 2
+
+
+@final
+@dataclass(frozen=True)
+class Point:
+    """The size of one piece of work."""
+
+    n: int = 16
+    d: int = 32
+    h: int = 4
+    layers: int = 1
+    inputs: int = 1
+
+
+def second_order(point: Point, device: str) -> None:
+    """A proved bound of one layer."""
+    layer, x = draw(Regime(point.n, point.d, point.h, 3.0, 1.0), seed=0)
+    batch = x.expand(point.inputs, -1, -1).to(device)
+    holdfast.bound(layer.to(device=device), batch, 0.1, "second-order")
+
+
+def rows(point: Point, device: str) -> None:
+    """The closed form for layers of any size, proved."""
+    layer, x = draw(Regime(point.n, point.d, point.h, 3.0, 1.0), seed=0)
+    holdfast.bound(layer.to(device=device), x.expand(point.inputs, -1, -1).to(device), 0.1, "rows")
+
+
+def _certify(method: str) -> Callable[[Point, str], None]:
+    def work(point: Point, device: str) -> None:
+        torch.manual_seed(0)
+        model = DigitsViT(depth=point.layers, width=point.d, heads=point.h).eval()
+        images = torch.rand(point.inputs, 8, 8)
+        converted = holdfast.to_network(model, images[:1])
+        certify_inputs(converted.network, converted.encode(images).to(device), method=method)
+
+    return work
+
+
+@final
+@dataclass(frozen=True)
+class Work:
+    """What is measured.
+
+    Attributes:
+        run: does it.
+        first: the size that is doubled.
+        promised: for each variable the exponents of time and memory, as the algorithm has them for large sizes.
+    """
+
+    run: Callable[[Point, str], None]
+    first: Point
+    promised: Mapping[str, tuple[float, float]]
+
+
+WORKS = {
+    "second-order, proved": Work(
+        second_order, Point(16, 32, 4), {"n": (3, 2), "d": (3, 2), "h": (0, 0), "inputs": (1, 0)}
+    ),
+    "rows, proved": Work(rows, Point(64, 64, 4), {"n": (2, 2), "d": (2, 1), "h": (0, 1), "inputs": (1, 1)}),
+    "certify by gains": Work(_certify("gains"), Point(17, 32, 4), {"layers": (1, 0), "inputs": (1, 1)}),
+    "certify by telescoped": Work(_certify("telescoped"), Point(17, 16, 2), {"layers": (2, 1), "inputs": (1, 0)}),
+}
+
+
+@final
+@dataclass(frozen=True)
+class Measured:
+    """One point: seconds, and megabytes that were held at most beyond those before."""
+
+    work: str
+    variable: str
+    device: str
+    point: Point
+    seconds: float
+    megabytes: float
+
+
+def _measure(run: Callable[[Point, str], None], point: Point, device: str, answer: Any) -> None:
+    torch.set_num_threads(1)
+    run(replace(Point(4, 8, 2), layers=1), device)  # what is loaded once
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    on_gpu = device != "cpu"
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    clock = time.perf_counter if on_gpu else time.process_time
+    began = clock()
+    run(point, device)
+    if on_gpu:
+        torch.cuda.synchronize()
+    seconds = clock() - began
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
+    answer.send((seconds, torch.cuda.max_memory_allocated() / 2**20 if on_gpu else held))
+
+
+def measured(name: str, variable: str, point: Point, device: str) -> Measured:
+    """One point, in a process of its own."""
+    context = multiprocessing.get_context("spawn" if device != "cpu" else "fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_measure, args=(WORKS[name].run, point, device, sender))
+    process.start()
+    seconds, megabytes = receiver.recv()
+    process.join()
+    return Measured(name, variable, device, point, seconds, megabytes)
+
+
+def exponent(sizes: list[float], values: list[float]) -> float:
+    """The slope of a line through the logarithms, by least squares."""
+    x, y = ([math.log(max(t, 1e-9)) for t in numbers] for numbers in (sizes, values))
+    mx, my = sum(x) / len(x), sum(y) / len(y)
+    return sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / sum((a - mx) ** 2 for a in x)
+
+
+def fitted(points: list[Measured]) -> list[dict[str, Any]]:
+    """The exponents of every work and variable, beside those that are promised."""
+    groups: dict[tuple[str, str, str], list[Measured]] = {}
+    for point in points:
+        groups.setdefault((point.work, point.variable, point.device), []).append(point)
+    rows = []
+    for (work, variable, device), group in groups.items():
+        sizes = [float(getattr(one.point, variable)) for one in group]
+        time_promised, memory_promised = WORKS[work].promised[variable]
+        rows.append(
+            {
+                "work": work,
+                "doubled": variable,
+                "device": device,
+                "time": exponent(sizes, [one.seconds for one in group]),
+                "time promised": time_promised,
+                "memory": exponent(sizes, [max(one.megabytes, 1.0) for one in group]),
+                "memory promised": memory_promised,
+                "seconds": [one.seconds for one in group],
+                "megabytes": [one.megabytes for one in group],
+            }
+        )
+    return rows
+
+
+def run(quick: bool = False) -> None:
+    """Measures, shows the table, and draws the plot."""
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    chosen = list(WORKS)[:1] if quick else list(WORKS)
+    points = [
+        measured(name, variable, replace(work.first, **{variable: getattr(work.first, variable) * 2**k}), device)
+        for device in devices
+        for name in chosen
+        for work in (WORKS[name],)
+        for variable in (list(work.promised)[:1] if quick else work.promised)
+        for k in range(DOUBLINGS + 1)
+    ]
+    rows = fitted(points)
+    table = Table("work", "doubled", "on", "time ~ size^", "promised", "memory ~ size^", "promised", "s", "MB")
+    for row in rows:
+        table.add_row(
+            row["work"],
+            row["doubled"],
+            row["device"],
+            f"{row['time']:.1f}",
+            f"{row['time promised']:g}",
+            f"{row['memory']:.1f}",
+            f"{row['memory promised']:g}",
+            ", ".join(f"{seconds:.2g}" for seconds in row["seconds"]),
+            ", ".join(f"{megabytes:.0f}" for megabytes in row["megabytes"]),
+        )
+    Console(width=140).print(table)
+    if not quick:
+        save("growth", {"machine": machine(), "fitted": rows, "points": [asdict(point) for point in points]})
+        _draw(rows)
+
+
+def _draw(rows: list[dict[str, Any]]) -> None:
+    """Fitted against promised exponents of time and memory."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 0.35 * len(rows) + 1.5), sharey=True)
+    names = [f"{row['work']}: {row['doubled']} ({row['device']})" for row in rows]
+    for axis, kind in zip(axes, ("time", "memory"), strict=True):
+        axis.barh(names, [row[kind] for row in rows], color="tab:blue", label="fitted")
+        axis.plot([row[f"{kind} promised"] for row in rows], names, "k|", markersize=12, label="promised")
+        axis.set_xlabel(f"exponent of {kind}")
+        axis.invert_yaxis()
+    axes[0].invert_yaxis()
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(RESULTS / "growth.png", dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,160 @@
+"""The first three derivatives of an attention layer in closed form, along many directions at once.
+
+One head maps u to y_i = Σ_j p_ij v_j with p_i = softmax(s_i). An index stands for a derivative along a direction; s is
+quadratic in u, so s_abc = 0, and v is affine, so v_ab = 0. Writing f° = f - E_p f along each row,
+
+    p_a   = p ∘ s°_a
+    p_ab  = p ∘ (s°_a s°_b + s_ab)°
+    p_abc = p ∘ (s°_a s°_b s°_c + r_ab s°_c + r_ac s°_b + r_bc s°_a)°,   r_ab = s°_ab - E_p[s°_a s°_b],
+
+because log p has the derivatives s°_a and r_ab, and every derivative of p sums to zero. The product rule gives
+
+    y_a   = p_a v + p v_a
+    y_ab  = p_ab v + p_a v_b + p_b v_a
+    y_abc = p_abc v + p_ab v_c + p_ac v_b + p_bc v_a,
+
+the cumulants Cov(s_a, v_b), Cov(s_ab, v), κ₃(s_a, s_b, v), … all together. The adjoint of c, with m = c (W^O)ᵀ and
+g_ij = m_i · v_j, is s̄ = p ∘ g°, q̄ = s̄ k, k̄ = s̄ᵀ q, v̄ = pᵀ m; its derivative along a is
+s̄_a = p ∘ (s°_a g° + m · v_a)°, q̄_a = s̄_a k + s̄ k_a, and so on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, final
+
+from holdfast.attention.layer import AttentionLayer, join_heads, merge_heads, project, split_heads
+from holdfast.errors import NotApplicableError
+from holdfast.linalg import Array
+from holdfast.linalg.rounding import as_ball
+
+
+@dataclass(frozen=True)
+class _Direction(Generic[Array]):
+    """What moves along one direction a: q_a, k_a, v_a (t…, b…, h, n, k) and s°_a (t…, b…, h, n, n)."""
+
+    q: Array
+    k: Array
+    v: Array
+    s: Array
+
+
+@final
+class AttentionPass(Generic[Array]):
+    """A layer at u (b…, n, d), a tensor or a ball, with all that its derivatives there have in common.
+
+    Directions a, b, c (t…, b…, n, d) and adjoints (t…, b…, n, d_out) broadcast over t…: every pair of two stacks is
+    a.unsqueeze(1) with b.unsqueeze(0). The largest tensors are t… times h n² and h n k.
+    """
+
+    def __init__(self, layer: AttentionLayer, u: Array) -> None:
+        if layer.beyond_dot_products is not None:
+            raise NotApplicableError(f"the derivatives of a network do not cover {layer.beyond_dot_products}")
+        self._layer = layer
+        self._u: Array = u
+        w = layer.weights(u)
+        # The scale of the scores is carried by q. A common row of k or v drops out of every derivative, and is taken
+        # off because what is left is smaller and so are its rounding errors.
+        self._w_q: Array = join_heads(w.w_q * layer.scale)
+        self._w_k: Array = join_heads(w.w_k)
+        self._w_v: Array = join_heads(w.w_v)
+        self._w_o: Array = w.w_o.flatten(0, 1)
+        self._b_o: Array | None = w.b_o
+        k, v = self._turn(project(u, w.w_k, w.b_k)), project(u, w.w_v, w.b_v)
+        self._common = as_ball(v).mid.mean(-2, keepdim=True)
+        self._q: Array = self._turn(project(u, w.w_q, w.b_q)) * layer.scale
+        self._k: Array = k - as_ball(k).mid.mean(-2, keepdim=True)
+        self._v: Array = v - self._common
+        self._p: Array = layer.probabilities(self._q @ self._k.mT)
+
+    @property
+    def value(self) -> Array:
+        """F(u)."""
+        out = self._out(self._p @ self._v + self._common)
+        if self._b_o is not None:
+            out = out + self._b_o
+        return out + self._u * self._layer.residual if self._layer.residual else out
+
+    def push(self, a: Array) -> Array:
+        """DF(u)[a]."""
+        A = self._direction(a)
+        out = self._out((self._p * A.s) @ self._v + self._p @ A.v)
+        return out + a * self._layer.residual if self._layer.residual else out
+
+    def push2(self, a: Array, b: Array) -> Array:
+        """D²F(u)[a, b]."""
+        A, B = self._direction(a), self._direction(b)
+        p_ab = self._centred_product(A.s * B.s + _bend(A, B))
+        return self._out(p_ab @ self._v + (self._p * A.s) @ B.v + (self._p * B.s) @ A.v)
+
+    def push3(self, a: Array, b: Array, c: Array) -> Array:
+        """D³F(u)[a, b, c]."""
+        A, B, C = (self._direction(direction) for direction in (a, b, c))
+        r_ab, r_ac, r_bc = self._log_bend(A, B), self._log_bend(A, C), self._log_bend(B, C)
+        ab = A.s * B.s
+        p_abc = self._centred_product((ab + r_ab) * C.s + r_ac * B.s + r_bc * A.s)
+        p_ab, p_ac, p_bc = self._p * (ab + r_ab), self._p * (A.s * C.s + r_ac), self._p * (B.s * C.s + r_bc)
+        return self._out(p_abc @ self._v + p_ab @ C.v + p_ac @ B.v + p_bc @ A.v)
+
+    def pull(self, c: Array) -> Array:
+        """DF(u)ᵀ[c]."""
+        m = self._heads(c)
+        s = self._p * self._centred(m @ self._v.mT)
+        out = self._back(s @ self._k, s.mT @ self._q, self._p.mT @ m)
+        return out + c * self._layer.residual if self._layer.residual else out
+
+    def pull2(self, c: Array, a: Array) -> Array:
+        """D²F(u)[a, ·]ᵀ[c]."""
+        m, A = self._heads(c), self._direction(a)
+        g = self._centred(m @ self._v.mT)
+        s, s_a = self._p * g, self._centred_product(A.s * g + m @ A.v.mT)
+        q = s_a @ self._k + s @ A.k
+        k = s_a.mT @ self._q + s.mT @ A.q
+        return self._back(q, k, (self._p * A.s).mT @ m)
+
+    # -- parts
+
+    def _direction(self, a: Array) -> _Direction[Array]:
+        h = self._layer.h
+        q, k = self._turn(split_heads(a @ self._w_q, h)), self._turn(split_heads(a @ self._w_k, h))
+        s = q @ self._k.mT + self._q @ k.mT
+        return _Direction(q, k, split_heads(a @ self._w_v, h), self._centred(s))
+
+    def _centred(self, f: Array) -> Array:
+        """f° = f - E_p f along each row."""
+        return f - (self._p * f).sum(-1, keepdim=True)
+
+    def _centred_product(self, f: Array) -> Array:
+        """The product p ∘ f°."""
+        return self._p * self._centred(f)
+
+    def _log_bend(self, A: _Direction[Array], B: _Direction[Array]) -> Array:
+        """r_ab, the second derivative of log p."""
+        return self._centred(_bend(A, B)) - (self._p * A.s * B.s).sum(-1, keepdim=True)
+
+    def _turn(self, rows: Array) -> Array:
+        return rows if self._layer.rotary is None else self._layer.rotary.turn(rows)
+
+    def _turn_back(self, rows: Array) -> Array:
+        return rows if self._layer.rotary is None else self._layer.rotary.turn_back(rows)
+
+    def _out(self, y: Array) -> Array:
+        """Heads' outputs through the output maps."""
+        out: Array = merge_heads(y) @ self._w_o
+        return out
+
+    def _heads(self, c: Array) -> Array:
+        """The adjoint of `_out`."""
+        m: Array = split_heads(c @ self._w_o.mT, self._layer.h)
+        return m
+
+    def _back(self, q: Array, k: Array, v: Array) -> Array:
+        """Adjoints of queries, keys and values as an adjoint of u."""
+        q, k = merge_heads(self._turn_back(q)), merge_heads(self._turn_back(k))
+        out: Array = q @ self._w_q.mT + k @ self._w_k.mT + merge_heads(v) @ self._w_v.mT
+        return out
+
+
+def _bend(A: _Direction[Array], B: _Direction[Array]) -> Array:
+    """s_ab."""
+    return A.q @ B.k.mT + B.q @ A.k.mT

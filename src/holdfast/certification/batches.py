@@ -1,0 +1,49 @@
+"""How many inputs are treated at once, where nobody says."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from holdfast.compositions import compositions
+from holdfast.network.network import Network, Residual
+
+_MOST = 1024  # inputs at once on an accelerator; 200 of 64 tokens do not yet fill an H200, it seems
+_UNKNOWN = 8  # on a device that is not here
+_SHARE = 0.8  # of the free memory
+_COPIES = 8  # of the largest thing that a piece holds; 6.6 were seen on an H200
+_BYTES = 8
+
+
+def fitting(network: Network, x: Float64[Tensor, "1 n d"], method: str, device: str, processes: int) -> int:
+    """A number of inputs for which there is memory on an accelerator, a power of two.
+
+    A batch that does not fit is halved when it fails, so that this need not be exact.
+
+    Args:
+        network: the classifier.
+        x: one input.
+        method: the composition.
+        device: the accelerator.
+        processes: that share it.
+    """
+    if not torch.cuda.is_available():
+        return _UNKNOWN
+    free, _ = torch.cuda.mem_get_info(device)
+    room = _SHARE * free / processes / (_COPIES * _BYTES * held_numbers(network, x, method))
+    return int(2 ** (max(1, min(_MOST, int(room))).bit_length() - 1))
+
+
+@torch.no_grad()
+def held_numbers(network: Network, x: Float64[Tensor, "1 n d"], method: str) -> int:
+    """About how many numbers the largest matrix has that is held for one input."""
+    most, largest, u = 0, x.numel(), x
+    for stage in network.stages:
+        first = u
+        for piece in stage.pieces if isinstance(stage, Residual) else (stage,):
+            most = max(most, piece.held_numbers(u))
+            u = piece.value(u)
+            largest = max(largest, u.numel())
+        u = first + u if isinstance(stage, Residual) else u
+    return most if compositions[method].for_large else max(most, largest**2)  # a Jacobian of all tokens

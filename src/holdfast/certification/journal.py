@@ -1,0 +1,76 @@
+"""Files of JSON lines that only grow: a line counts once it is on the disk, and a half line at the end never does."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from holdfast.errors import InputError
+from holdfast.storage import Pathlike, check_output
+
+if sys.platform != "win32":
+    import fcntl
+
+
+@contextmanager
+def opened(path: Pathlike, *, wait: bool = False) -> Iterator[int]:
+    """A file for appending, a new one or what is there, held by one process at a time.
+
+    Args:
+        path: the file.
+        wait: until another process is done with it; otherwise that is an error.
+    """
+    name = os.fspath(path)
+    check_output(path)
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        if sys.platform != "win32":
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except OSError:
+                raise InputError(f"{name}: another run is writing to it; wait for it, or give another file") from None
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def append(descriptor: int, line: bytes) -> None:
+    """Adds a line; it is on the disk when this returns."""
+    while line:
+        line = line[os.write(descriptor, line) :]
+    os.fsync(descriptor)
+
+
+def complete(content: bytes) -> bytes:
+    """The whole lines of a file."""
+    return content[: content.rfind(b"\n") + 1]
+
+
+def to_line(value: Mapping[str, Any]) -> bytes:
+    """A JSON object as a line; numbers that JSON does not have are refused."""
+    return (json.dumps(value, allow_nan=False, separators=(",", ":")) + "\n").encode()
+
+
+def from_line(line: bytes) -> dict[str, Any]:
+    """A JSON object without numbers that JSON does not have, and without keys that stand twice."""
+    content = json.loads(line, object_pairs_hook=_unique, parse_constant=_no_number)
+    if not isinstance(content, dict):
+        raise ValueError("no object")
+    return content
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a key stands twice")
+    return content
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number")

@@ -1,0 +1,119 @@
+"""The largest radius of all compositions."""
+
+from __future__ import annotations
+
+import math
+from typing import final
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from holdfast.compositions.base import LARGEST_BALL, Aim, NetworkMethod, Radii, compositions, register_composition
+from holdfast.errors import MemoryLimitError, NotApplicableError
+from holdfast.layers.attention.piece import Attention
+from holdfast.linalg.threat import Threat
+from holdfast.network.centre import Centre
+from holdfast.network.network import Network
+
+_MANY = 1024  # numbers beyond which Jacobians on all tokens take minutes
+
+
+@final
+@register_composition
+class BestComposition(NetworkMethod):
+    """The largest radius of every composition that applies, and which one it was.
+
+    The quick composition goes first, then the others, those first that usually reach farther; where boxes are asked
+    for, those that bound margins over boxes. Each one guesses whether it certifies more than is known already (see
+    `Composition`), and proves only if so. Every radius that is returned is proved. A radius that a guess misses is
+    lost, and a composition that names a better one (`instead`) is skipped where that one has proved a radius.
+
+    Where attention acts on so many numbers that the others take minutes, the quick one is all that is tried, unless
+    there is a deadline: it is then improved until the deadline, and the best so far counts. `unfinished` says what was
+    left out.
+    """
+
+    name = "best"
+    cost = "that of the quick one and of the winner as a rule; the others are tried in plain float64"
+    reference = "holdfast"
+    shapes = frozenset({"ball", "box"})
+
+    def refusal(self, network: Network) -> str | None:
+        return None
+
+    def __call__(self, centre: Centre, beyond: Float64[Tensor, " b"] | None = None, aim: Aim = LARGEST_BALL) -> Radii:
+        answers: list[Radii] = []
+        boxed = False  # whether the boxes themselves were proved
+        methods, notes, unfinished = _chosen(centre, aim.threat)
+        for place, method in enumerate(methods):
+            if method.through(aim.threat) is not None and boxed:
+                break  # the ball around a box holds so much more that it hardly ever certifies more
+            if answers and beyond is not None and aim.at and bool((beyond >= max(aim.at)).all()):
+                break  # no more is asked
+            if centre.overdue and answers:
+                names = ", ".join(left.name for left in methods[place:])
+                unfinished.append(f"the time was over before {names} could be tried")
+                break
+            done = {one.methods[0] for one in answers if bool((one.radius > 0).all())}
+            if method.instead in done:
+                continue
+            try:
+                answers.append(method(centre, beyond, aim))
+            except (MemoryLimitError, NotApplicableError) as reason:
+                notes.append(str(reason))
+            else:
+                unfinished += answers[-1].unfinished
+                boxed |= "box" in method.shapes and bool((answers[-1].radius > 0).all())
+                beyond = answers[-1].radius if beyond is None else torch.maximum(beyond, answers[-1].radius)
+        if not answers:
+            raise NotApplicableError("no composition applies: " + "; ".join(notes))
+        radius, winner = torch.stack([one.radius for one in answers]).max(0)
+        margin = torch.stack([one.margin for one in answers]).gather(0, winner.unsqueeze(0)).squeeze(0)
+        winners = tuple(answers[which].methods[i] for i, which in enumerate(winner.tolist()))
+        losses = tuple(
+            answers[which].losses[i] if answers[which].losses else {} for i, which in enumerate(winner.tolist())
+        )
+        return Radii(radius, margin, winners, tuple(notes), losses, tuple(unfinished))
+
+
+def _chosen(centre: Centre, threat: Threat) -> tuple[list[NetworkMethod], list[str], list[str]]:
+    """The methods in the order in which they are tried, notes of what cannot be, and of what would take too long."""
+    notes: list[str] = []
+    unfinished: list[str] = []
+    methods = [method for method in compositions.values() if method.name != BestComposition.name]
+    if (sizes := _large(centre)) is not None:
+        moving = centre.x[0].numel()
+        fit = [method for method in methods if method.for_large and moving <= method.most_inputs]
+        left_out = ", ".join(method.name for method in methods if method not in fit)
+        notes.append(f"attention on {sizes} numbers was too large for {left_out}; call one by its name to insist")
+        methods = fit
+        slow = ", ".join(m.name for m in fit if not m.quick and m.refusal(centre.network) is None)
+        if slow and centre.deadline == math.inf:
+            unfinished.append(
+                f"{slow} may reach farther, but takes minutes for attention on {sizes} numbers, and was not tried; "
+                "best goes on to it where seconds_per_input (--seconds-per-input) says for how long"
+            )
+            methods = [method for method in fit if method.quick]
+    # The later ones reach farther as a rule.
+    methods = [m for m in methods if m.quick] + [m for m in reversed(methods) if not m.quick]
+    # Those in whose place another one is to be asked come after it.
+    methods = [m for m in methods if not _replaced(m, centre)] + [m for m in methods if _replaced(m, centre)]
+    if threat.boxed:
+        boxed = [m for m in methods if "box" in m.shapes and m.refusal(centre.network) is None]
+        methods = boxed + [method for method in methods if method not in boxed]
+    return methods, notes, unfinished
+
+
+def _replaced(method: NetworkMethod, centre: Centre) -> bool:
+    """Whether another composition that applies is to be asked instead."""
+    if method.instead is None:
+        return False
+    other = compositions[method.instead]
+    return other.refusal(centre.network) is None and centre.x[0].numel() <= other.most_inputs
+
+
+def _large(centre: Centre) -> str | None:
+    """The tokens and width at the first attention on many numbers, or None."""
+    shapes = (s.u.shape[-2:] for stage in centre.stages for s in stage.sites if isinstance(s.piece, Attention))
+    return next((f"{n}x{d}" for n, d in shapes if n * d > _MANY), None)

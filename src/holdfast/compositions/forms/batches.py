@@ -1,0 +1,168 @@
+"""Covectors of every place's functions, and what all earlier places have prepared of them: once for all scales."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from holdfast.compositions.forms.region import Region
+from holdfast.compositions.forms.walk import CentreWalk, Covectors
+from holdfast.errors import SoundnessError
+
+_CHUNK = 2**20  # numbers of covectors that are treated together
+_BUDGET = 2e10  # products for what a batch of covectors turns by
+
+
+@final
+@dataclass(frozen=True)
+class BatchPart:
+    """Some covectors at the outputs of some places: what each place has prepared of them, and how they turn (S, M)."""
+
+    count: int
+    prepared: dict[int, Any]
+    turning: dict[int, Tensor]
+
+
+@final
+class Batches:
+    """The functions of all places, pulled back, and prepared by all earlier ones.
+
+    Args:
+        walk: the network at its centre.
+        region: what may be perturbed.
+        margins: pulled back.
+        in_time: gives up what would take too long.
+
+    Attributes:
+        tokens: for every place that is not affine, the tokens of its output on which a margin depends.
+        functions: the scalars of every such place, pulled back, and what they were rounded by.
+        suprema: of their first order, for scale 1.
+        of: these functions in parts.
+        outputs: for attention whose covectors vary, the coordinates of its output.
+        bends: for attention, how the bilinear part of its logits varies with earlier rests.
+        ends: the margins.
+    """
+
+    def __init__(self, walk: CentreWalk, region: Region, margins: Covectors, in_time: Callable[[], None]) -> None:
+        self._walk, self._region, self._in_time = walk, region, in_time
+        self.tokens: dict[int, Tensor] = {}
+        self.functions: dict[int, tuple[Covectors, Tensor]] = {}
+        self.suprema: dict[int, Tensor] = {}
+        self.of: dict[int, list[BatchPart]] = {}
+        self.outputs: dict[int, list[BatchPart]] = {}
+        self.bends: dict[int, list[BatchPart]] = {}
+        self._sights: dict[int, dict[int, tuple[Tensor, float]]] = {}
+        self._find_tokens(margins)
+        for i in walk.curved:
+            self._prepare(i)
+        self.ends = self._part(margins.at, len(margins), 1.0)
+        self._prepare_outputs()
+
+    def _find_tokens(self, margins: Covectors) -> None:
+        """From the last place to the first, which tokens of its output matter: those that some function depends on.
+
+        One covector at every token tells; `_part` sees to it that no other token was missed.
+        """
+        supports = {i: [(mu != 0).any(-1).any(0)] for i, mu in margins.at.items()}
+        for i in reversed(self._walk.curved):
+            n, d = self._walk.places[i].u.shape
+            matter = torch.stack(supports[i]).any(0)
+            matter[0] |= not bool(matter.any())  # one at least, so that nothing is empty
+            self.tokens[i] = matter.nonzero().squeeze(-1)
+            seen = self._walk.local(i).touched(self.tokens[i])
+            C = torch.zeros(len(seen), n, d, dtype=torch.float64)
+            C[torch.arange(len(seen)), seen] = torch.arange(1, d + 1).double().sin()
+            for k, mu in self._walk.pulled(C, i, self._region).at.items():
+                supports.setdefault(k, []).append((mu != 0).any(-1).any(0))
+
+    def _prepare(self, i: int) -> None:
+        """The functions of a place, pulled back in parts, and what all earlier places make of each part."""
+        local, pulled, sights = self._walk.local(i), [], []
+        C, error = local.covectors(self.tokens[i])
+        self.of[i] = []
+        for some in torch.split(C, self._together(i)):
+            self._in_time()
+            covectors = self._walk.pulled(some, i, self._region)
+            self.of[i].append(self._part(covectors.at, len(some), len(some) / len(C)))
+            numbers = sum(self._walk.local(k).numbers for k in covectors.at)
+            if local.attention is not None and local.attention.turns(numbers, _BUDGET):
+                sights.append({k: self._walk.local(k).seen(mu) for k, mu in covectors.at.items()})
+            pulled.append(covectors.without_places())
+        functions = Covectors.joined(pulled)
+        self.functions[i], self.suprema[i] = (functions, error), self._region.supremum(functions.X)
+        local.place(functions.X, self.suprema[i])
+        if local.attention is not None:
+            self._sights[i] = _joined(sights)
+            bent = local.attention.bent(self._sights[i], _BUDGET) if self._sights[i] else None
+            if bent is not None:
+                self.bends[i] = [BatchPart(len(next(iter(bent.values()))), {}, bent)]
+
+    def _prepare_outputs(self) -> None:
+        """Where covectors at an attention's output vary, every coordinate of it counts by its own rest."""
+        parts = [part for batch in (*self.of.values(), *self.bends.values(), [self.ends]) for part in batch]
+        varying = {k for part in parts for k in part.turning}
+        for i in reversed(self._walk.curved):
+            attention = self._walk.local(i).attention
+            if attention is not None and i in varying:
+                identity = attention.identity()
+                self.outputs[i] = [
+                    self._turned({i: attention.prepare(some)}, len(some), len(some) / len(identity))
+                    for some in torch.split(identity, self._together(i))
+                ]
+                varying |= {k for part in self.outputs[i] for k in part.turning}
+
+    def _together(self, i: int) -> int:
+        """How many covectors at a place are treated at once: those of some tokens."""
+        width = max([self._walk.start.numel(), *(place.u.numel() for place in self._walk.places)])
+        stride = self._walk.local(i).stride
+        return max(1, _CHUNK // (width * stride)) * stride
+
+    def _part(self, at: dict[int, Tensor], count: int, share: float) -> BatchPart:
+        """A share of a batch of covectors at the outputs of some places."""
+        for k, mu in at.items():
+            others = torch.ones(mu.shape[1], dtype=torch.bool)
+            others[self.tokens[k]] = False
+            if bool((mu[:, others] != 0).any()):
+                raise SoundnessError(f"forms missed a token that matters at place {k}; please report")
+        return self._turned({k: self._walk.local(k).prepare(mu) for k, mu in at.items()}, count, share)
+
+    def _turned(self, prepared: dict[int, Any], count: int, share: float) -> BatchPart:
+        """With how the covectors turn, if that is affordable."""
+        turning: dict[int, Tensor] = {}
+        for i, rows in prepared.items():
+            attention = self._walk.local(i).attention
+            if attention is not None and self._sights[i]:
+                turned = attention.turned(rows, self._sights[i], share * _BUDGET)
+                if turned is not None:
+                    rows.turn()
+                    for k, norms in turned.items():
+                        turning[k] = turning[k] + norms if k in turning else norms
+        return BatchPart(count, prepared, turning)
+
+    def ranges(self, batch: list[BatchPart], radius: float, enough: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What the rests of all earlier places add to the functions of a batch, from -low to high."""
+        lows, highs, start = [], [], 0
+        for part in batch:
+            low = high = torch.zeros(part.count, dtype=torch.float64)
+            some = None if enough is None else enough[start : start + part.count]
+            for i in part.prepared.keys() | part.turning.keys():
+                varying = part.turning[i] * radius if i in part.turning else None
+                below, above = self._walk.local(i).range(part.prepared.get(i), varying, some)
+                low, high = low + below, high + above
+            lows.append(low)
+            highs.append(high)
+            start += part.count
+        return torch.cat(lows), torch.cat(highs)
+
+
+def _joined(sights: list[dict[int, tuple[Tensor, float]]]) -> dict[int, tuple[Tensor, float]]:
+    """What counts of parts of the functions of a place, for all of them."""
+    return {
+        k: (torch.cat([part[k][0] for part in sights]), math.hypot(*(part[k][1] for part in sights)) * (1 + 1e-9))
+        for k in (sights[0] if sights else ())
+    }

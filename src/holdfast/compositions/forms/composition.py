@@ -1,0 +1,85 @@
+"""Margins by quadratic forms: kinks as parabolas, attention's exact second order, and rests carried by scalars."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from holdfast.compositions.base import Composition, Curve, register_composition
+from holdfast.compositions.forms import Margins, refusal
+from holdfast.compositions.search import Reached
+from holdfast.errors import TimeLimitError
+from holdfast.linalg.threat import Threat
+from holdfast.network.centre import Centre
+from holdfast.network.network import Network
+
+_STEP = 1e-2  # of a radius, where its rests are settled
+
+
+@final
+@register_composition
+class Forms(Composition):
+    """One trust-region problem for every margin: its gradient, its Hessian and the forms of all that these leave out.
+
+    docs/math/forms.md proves it. Every number on which a later piece depends (a pre-activation, a logit, a coordinate
+    of a query, key or value) is followed back to the input by its own covector.
+    """
+
+    name = "forms"
+    cost = "a pass for every pre-activation, logit, query, key and value; matrices of the rank of the first affine map"
+    reference = "docs/math/forms.md"
+    assumptions = "activations that are smooth or bend at zero; normalisations; affine pieces"
+    shapes = frozenset({"ball", "box"})
+    for_large = one_by_one = needs_no_guess = True
+    most_inputs = 4096
+    instead = "telescoped"
+    precision = 0.05  # rests are settled for a few radii only
+
+    def refusal(self, network: Network) -> str | None:
+        return refusal(network)
+
+    def _curve(self, centre: Centre) -> Curve:
+        return _least(_margins(centre, None))
+
+    def _box_curve(self, centre: Centre, half: Float64[Tensor, "b n d"]) -> Curve:
+        return _least(_margins(centre, half))
+
+    def _largest(
+        self, centre: Centre, threat: Threat, begin: Tensor, least: Tensor, most: Tensor, stride: float
+    ) -> Reached:
+        """Rests are settled for a few radii only; what is not worth a look below `least` is 0."""
+        try:
+            with centre.a.timed():
+                forms = _margins(centre, torch.ones_like(centre.x) if threat.boxed else None)
+                radii = [one.largest(_STEP, known) for one, known in zip(forms, least.tolist(), strict=True)]
+        except TimeLimitError:
+            return Reached(torch.zeros_like(begin), centre.margin, cut=True)
+        margin = [one.at(r).least if r > 0 else 0.0 for one, r in zip(forms, radii, strict=True)]
+        radius = begin.new_tensor(radii).minimum(most)
+        return Reached(radius, begin.new_tensor(margin), cut=centre.a.overdue())
+
+    def _losses(self, centre: Centre, eps: Tensor, half: Tensor | None) -> tuple[dict[str, float], ...]:
+        pairs = zip(_margins(centre, half), eps.tolist(), strict=True)
+        return tuple(one.at(scale).losses if scale > 0 else {} for one, scale in pairs)
+
+
+def _least(forms: list[Margins]) -> Curve:
+    def margins(eps: Tensor) -> Tensor:
+        return eps.new_tensor([one.at(scale).least for one, scale in zip(forms, eps.tolist(), strict=True)])
+
+    return margins
+
+
+def _margins(centre: Centre, half: Tensor | None) -> list[Margins]:
+    """At every input of the centre; what was asked for last is kept."""
+    shapes = [None] * len(centre.x) if half is None else list(half)
+    name = "forms" if half is None else "forms of boxes"
+
+    def at_every_input() -> list[Margins]:
+        pairs = zip(centre.x, shapes, strict=True)
+        return [Margins(centre.network, x, shape, centre.a.overdue) for x, shape in pairs]
+
+    return centre.a.once(name, at_every_input, half)

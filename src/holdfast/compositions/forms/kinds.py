@@ -1,0 +1,79 @@
+"""Which pieces have forms: for each kind, what stands for it at a point, or why nothing does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from holdfast.attention import AttentionLayer
+from holdfast.compositions.forms.kinks import Kinks, bent_at_zero
+from holdfast.compositions.forms.local import Local
+from holdfast.compositions.forms.normalised import Normalised
+from holdfast.compositions.forms.smooth import SmoothUnits
+from holdfast.compositions.forms.softmax import Softmax
+from holdfast.compositions.forms.units import Entries, Hidden, SortedPairs
+from holdfast.compositions.forms.waiting import Waiting
+from holdfast.layers.activation.functions import Absolute
+from holdfast.layers.activation.piece import KinkedEntries, SmoothEntries
+from holdfast.layers.attention.piece import Attention
+from holdfast.layers.beside import KinkedBeside, SmoothBeside
+from holdfast.layers.maxmin import PairSort
+from holdfast.layers.norm.piece import LayerNorm, RMSNorm
+from holdfast.layers.perceptron.piece import KinkedMlp, Mlp
+from holdfast.layers.piece import Piece
+from holdfast.layers.projection import SmoothProject
+
+#: A piece at a point (n, d); None where this piece of its kind has no forms.
+Kind = Callable[[Any, Tensor], Local]
+
+_kinds: dict[type[Piece], Kind] = {
+    Attention: lambda piece, u: Softmax(piece, u),
+    KinkedMlp: lambda piece, u: Kinks(u, Hidden(piece), piece.activation.all_slopes),
+    KinkedEntries: lambda piece, u: Kinks(u, Entries(piece.active), piece.phi.all_slopes),
+    PairSort: lambda piece, u: Kinks(u, SortedPairs(u.shape[-1]), Absolute.all_slopes),
+    Mlp: lambda piece, u: SmoothUnits(u, Hidden(piece), piece.smooth_activation),
+    SmoothEntries: lambda piece, u: SmoothUnits(u, Entries(piece.active), piece.phi),
+    KinkedBeside: lambda piece, u: Waiting(u, piece, local_at(piece.piece, piece.part.take(u))),
+    SmoothBeside: lambda piece, u: Waiting(u, piece, local_at(piece.piece, piece.part.take(u))),
+    LayerNorm: lambda piece, u: Normalised(u, piece),
+    RMSNorm: lambda piece, u: Normalised(u, piece),
+    SmoothProject: lambda piece, u: Normalised(u, piece),
+}
+
+#: What of a piece of a kind has no forms all the same, or None.
+_exceptions: dict[type[Piece], Callable[[Any], str | None]] = {
+    Attention: lambda piece: _beyond(piece.layer),
+    KinkedMlp: lambda piece: None if bent_at_zero(piece.activation) else "this activation",
+    KinkedEntries: lambda piece: None if bent_at_zero(piece.phi) else "this activation",
+    KinkedBeside: lambda piece: why_not(piece.piece),
+    SmoothBeside: lambda piece: why_not(piece.piece),
+}
+
+
+def _beyond(layer: AttentionLayer) -> str | None:
+    """What an attention layer has beyond dot products of linear queries and keys of one input."""
+    if layer.rotary is not None and layer.rotary.batch:
+        return "rotary positions for each input"
+    if layer.w_v.shape[-1] != layer.k:
+        return "values of another width than keys"
+    if (layer.mask is not None and layer.mask.ndim > 2) or (layer.score_bias is not None and layer.score_bias.ndim > 3):
+        return "a mask or a score bias for each input"
+    return layer.beyond_dot_products
+
+
+def why_not(piece: Piece) -> str | None:
+    """Why a piece that is not affine has no forms, or None where it has."""
+    kind = type(piece)
+    if kind not in _kinds:
+        return f"{kind.__name__} has no forms"
+    exception = _exceptions.get(kind, lambda _: None)(piece)
+    if exception is None or exception.endswith("has no forms"):
+        return exception
+    return f"{kind.__name__} with {exception} has no forms"
+
+
+def local_at(piece: Piece, u: Tensor) -> Local:
+    """What stands for a piece that has forms."""
+    return _kinds[type(piece)](piece, u)

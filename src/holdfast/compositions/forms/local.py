@@ -1,0 +1,214 @@
+"""What every piece that is not affine has to say of its rest e(δ) = f(ũ + δ) - f(ũ) - A δ."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from holdfast.compositions.forms.region import Region
+
+if TYPE_CHECKING:
+    from holdfast.compositions.forms.softmax import Softmax
+
+LONGEST = 2**14  # terms of an inner product
+THETA = 2.0**-37  # of absolute values: more than the rounding of a few nested inner products of that length
+
+
+@dataclass(frozen=True)
+class Size:
+    """The region at one scale.
+
+    Attributes:
+        scale: the factor of all first-order rows.
+        radius: a bound of scale · ‖a‖, and at least the scale.
+        region: all a.
+    """
+
+    scale: float
+    radius: float
+    region: Region
+
+    @classmethod
+    def of(cls, region: Region, scale: float) -> Size:
+        return cls(scale, max(1.0, region.radius) * scale * (1 + 1e-14), region)
+
+    def cube(self, rows: Tensor) -> Tensor | None:
+        """(K, P) coefficients of the rows x·a on the cube's coordinates over their sides; None for a ball."""
+        region = self.region
+        return None if region.sides is None else region.spread(rows) * region.sides
+
+
+@dataclass
+class Problem:
+    """What is taken off one margin: a quadratic polynomial of b = scale · a, numbers, and kinks with a free parameter.
+
+    The margin is at least value + gradient·b + bᵀ form b - Σ_u weight_u (x_u·b - threshold_u)₊.
+
+    Attributes:
+        value: the margin at the centre less all numbers.
+        gradient: (p).
+        form: (p, p), symmetric.
+        rounding: what the form may lack, times ‖b‖².
+        weight, x, threshold, reach: the kinks; |x_u·b| <= reach_u.
+        ceiling: where a kink's unit has not crossed, x_u·b <= ceiling_u; where it has, x_u·b >= threshold_u.
+        slight: a number that is not worth a matrix.
+        losses: the numbers that were taken off, by name.
+        named: the parts of the form, by name: matrices, or rows with weights.
+    """
+
+    value: float
+    gradient: Tensor
+    form: Tensor
+    rounding: float
+    weight: Tensor
+    x: Tensor
+    threshold: Tensor
+    reach: Tensor
+    ceiling: Tensor
+    slight: float = 0.0
+    losses: dict[str, float] = field(default_factory=dict)
+    named: list[tuple[str, Tensor, Tensor | None]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, value: float, gradient: Tensor, slight: float = 0.0) -> Problem:
+        p, none = len(gradient), gradient.new_zeros(0)
+        form, rows = gradient.new_zeros(p, p), gradient.new_zeros(0, p)
+        return cls(value, gradient, form, 0.0, none, rows, none, none, none, slight)
+
+    @property
+    def finite(self) -> bool:
+        """Whether nothing has overflowed."""
+        parts = (self.gradient, self.form, self.weight, self.x, self.threshold, self.reach, self.ceiling)
+        known = math.isfinite(self.value) and math.isfinite(self.rounding)
+        return known and all(bool(torch.isfinite(part).all()) for part in parts)
+
+    def lose(self, name: str, amount: float) -> None:
+        """Takes a number off."""
+        self.value -= amount + 1e-15 * abs(self.value)
+        self.losses[name] = self.losses.get(name, 0.0) + amount
+
+    def add(self, name: str, form: Tensor, rounding: float) -> None:
+        """Adds bᵀ form b, which is known up to rounding · ‖b‖²."""
+        self.form += form
+        self.named.append((name, form, None))
+        self.rounding += rounding
+
+    def add_squares(self, rows: Tensor, weights: dict[str, Tensor], rounding: Tensor, reach: Tensor) -> None:
+        """Adds Σ_k w_k (x_k·b)² with |x_k·b| <= reach_k, by name; each square is known up to rounding_k ‖b‖².
+
+        Squares that together are slight are replaced by what they may take off, so that only the others cost a product.
+        """
+        total = torch.stack(list(weights.values())).sum(0)
+        sizes = torch.stack(list(weights.values())).abs().sum(0) * reach.square() * (1 + 1e-12)
+        order = sizes.argsort()
+        dropped = order[sizes[order].cumsum(0) <= self.slight]
+        kept = torch.ones_like(sizes, dtype=torch.bool)
+        kept[dropped] = False
+        for name, weight in weights.items():
+            below = float((weight.clamp(max=0.0).abs()[dropped] * reach[dropped].square()).sum()) * (1 + 1e-9)
+            self.lose(name, below)
+            self.named.append((name, rows[kept], weight[kept]))
+        x = rows[kept]
+        self.form += (x * total[kept].unsqueeze(-1)).mT @ x
+        self.rounding += float(rounding[kept].sum()) * (1 + 1e-9)
+
+    def breakdown(self, b: Tensor, lost: float) -> dict[str, float]:
+        """How the loss is made up at the point b; what is left of it goes to the kinks."""
+        parts = {"first order": -float(self.gradient @ b)} | self.losses
+        for name, rows, weights in self.named:
+            seen = rows @ b
+            value = float(b @ seen) if weights is None else float(weights @ seen.square())
+            parts[name] = parts.get(name, 0.0) - value
+        parts["kinks"] = lost - sum(parts.values())
+        return parts
+
+
+class Local(ABC):
+    """A piece at ũ, (n, d). Its rest depends on δ through the functions of δ that `covectors` names.
+
+    The order of calls: `covectors`; `place` with their first-order rows; `prepare` for every batch of covectors at the
+    output, once; then for every scale `settle`, and `range` and `take` for the batches.
+    """
+
+    @property
+    @abstractmethod
+    def scalars(self) -> int:
+        """How many functions `covectors` names, if all tokens matter."""
+
+    @property
+    @abstractmethod
+    def longest(self) -> int:
+        """Terms of the longest inner product."""
+
+    @property
+    @abstractmethod
+    def stride(self) -> int:
+        """How many of the functions that follow each other belong to one token."""
+
+    @property
+    @abstractmethod
+    def numbers(self) -> int:
+        """M, how many numbers `seen` gives of a covector."""
+
+    @property
+    def attention(self) -> Softmax | None:
+        """The softmax attention that this is, or holds."""
+        return None
+
+    def touched(self, tokens: Tensor) -> Tensor:
+        """The tokens of the input on which the functions that `covectors` names depend."""
+        return tokens
+
+    @abstractmethod
+    def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
+        """Aᵀ applied to covectors (K, n, c) at the output, and (K) bounds of what rounding did to them."""
+
+    @abstractmethod
+    def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Functions (K, n, d) of δ on which the rest of these output tokens depends, and (K) what they were rounded by.
+
+        Covectors at the output vanish at all other tokens.
+        """
+
+    @abstractmethod
+    def place(self, X: Tensor, first: Tensor) -> None:
+        """First-order rows (K, p) of these functions, and suprema (K) of |x·a| over the region."""
+
+    @abstractmethod
+    def prepare(self, mu: Tensor) -> Any:
+        """What does not depend on the scale, for covectors (S, n, c) at the output."""
+
+    @abstractmethod
+    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float) -> float:
+        """Takes notice of the scale and of what the functions have beyond first order, between -low and high.
+
+        Of that, at most `tiny` is rounding, and not the rest of an earlier place.
+
+        Returns a bound of ‖f(ũ + δ) - f(ũ)‖ over the tokens that matter, given ‖δ‖ <= moved.
+        """
+
+    @abstractmethod
+    def range(
+        self, prepared: Any | None, varying: Tensor | None, enough: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(S), (S): -low <= ⟨μ, e⟩ <= high on the region, for every covector of a batch; None stands for zeros.
+
+        Where covectors vary with G, `varying` (S, M) bounds by how much, for the M numbers that `seen` gives of each.
+        Bounds below `enough` (S) need not be sharper.
+        """
+
+    @abstractmethod
+    def take(self, prepared: Any, s: int, problem: Problem, varying: Tensor | None) -> None:
+        """Takes a lower bound of ⟨μ_s, e⟩ into the problem; `varying` (M) as in `range`."""
+
+    @abstractmethod
+    def seen(self, mu: Tensor) -> tuple[Tensor, float]:
+        """(S, M) the numbers of covectors (S, n, c) at the output that count: ⟨μ, e⟩ is their sum times M rests.
+
+        The second number is one relative to which they are accurate, in the Frobenius norm.
+        """

@@ -1,0 +1,365 @@
+"""Margins of a network over a ball or a box, from below (docs/math/forms.md)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from holdfast.compositions.forms.batches import Batches
+from holdfast.compositions.forms.kinds import local_at, why_not
+from holdfast.compositions.forms.least import Minorant
+from holdfast.compositions.forms.local import LONGEST, Problem, Size
+from holdfast.compositions.forms.region import Region
+from holdfast.compositions.forms.walk import CentreWalk
+from holdfast.errors import InputError, MemoryLimitError, NotApplicableError, TimeLimitError
+from holdfast.layers.piece import LinearPiece
+from holdfast.linalg.arithmetic import Proved
+from holdfast.linalg.certified import GIB
+from holdfast.linalg.rounding import up
+from holdfast.network.network import Network
+
+_MEMORY = 4 * GIB
+_TRIFLE = 0.002  # of a margin, that all places together may lose to what is not worth a matrix
+_SLIGHT = 0.005  # a rest of this share of a function's first order is not made smaller
+_BEGIN = 0.75  # the first scale that is tried, as a share of the first-order one
+_FAR, _BLIND = 4.0, 10  # a scale beyond which the search goes down by square roots, so often at most
+_SETTLED, _TRIALS, _PROOFS = 8, 8, 4  # scales for which rests are settled, tried for each, and proved at most
+_NEAR = 10.0  # how much nearer than that, in units of the precision, the search does not come
+_ROUGH, _FARTHER = 0.3, 1.7  # of what sums of suprema prove to what is proved at last, about: at least, and at most
+_LARGE, _HOPELESS = 1024, 3.0  # coordinates from which on rests of so many times a margin end a trial at once
+_STEPS = 8  # improvements of the kinks' parameters
+
+
+def refusal(network: Network) -> str | None:
+    """Names what has no forms, or None."""
+    curved = (piece for piece in network.pieces() if not isinstance(piece, LinearPiece))
+    return next((reason for piece in curved if (reason := why_not(piece)) is not None), None)
+
+
+@final
+@dataclass(frozen=True)
+class Lower:
+    """Lower bounds of the margins over a region.
+
+    Attributes:
+        margins: (classes) of f_y - f_j; infinite for j = y.
+        least: the smallest of them where all are positive; otherwise one that is not.
+        losses: of the margin that is smallest, what was taken off its value at the centre, by name.
+        parts: into how many the region was divided, for one margin at most.
+    """
+
+    margins: Tensor
+    least: float
+    losses: dict[str, float]
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class _Settled:
+    """What is known of the margins at a scale: what rounding takes, what it and all rests take, and their minorants."""
+
+    radius: float
+    tiny: Tensor
+    lost: Tensor
+    minorants: dict[int, Minorant]
+
+
+@final
+class Margins:
+    """The margins at one input.
+
+    Args:
+        network: the classifier.
+        x: (n, d) float64, the centre.
+        shape: (n, d) half-widths of a box; None for an l2 ball.
+        overdue: tells whether the time is over; what is under way is then given up.
+
+    Attributes:
+        walk: the places of the network.
+        region: what may be perturbed.
+        functions: the scalars of every place that is not affine, pulled back, and what they were rounded by.
+        tokens: for every place that is not affine, the tokens of its output on which a margin depends.
+        beyond: for the same, at the last scale: its functions lie between -low and high of their first order.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        x: Float64[Tensor, "n d"],
+        shape: Float64[Tensor, "n d"] | None = None,
+        overdue: Callable[[], bool] = bool,
+    ) -> None:
+        reason = refusal(network)
+        if reason is not None:
+            raise NotApplicableError(f"{network.name} has no forms: {reason}")
+        self._seen: dict[float, Lower] = {}
+        self._overdue = overdue
+        self._sharp = True  # whether rests are bounded as sharply as is worth it, or by sums of suprema alone
+        self._norms: dict[LinearPiece, float] = {}
+        with torch.no_grad():
+            self.walk = walk = CentreWalk(network, x.double())
+            half = None if shape is None else shape.double().flatten()
+            for i in walk.curved:
+                walk.places[i].local = local_at(walk.places[i].piece, walk.places[i].u)
+            _check_size(walk)
+            self.region = Region.of(walk.beginning(), half)
+            if self.region.p > LONGEST:
+                raise MemoryLimitError(
+                    f"{self.region.p} numbers move; forms take at most {LONGEST}. Move fewer, by perturb="
+                )
+            self._margins = walk.pulled(walk.rows, len(walk.places), self.region)
+            self._slopes = self.region.supremum(self._margins.X)
+            self._batches = Batches(walk, self.region, self._margins, self._in_time)
+            self.functions, self.tokens = self._batches.functions, self._batches.tokens
+            self.beyond: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def prediction(self) -> int:
+        return self.walk.prediction
+
+    @property
+    def gradients(self) -> Tensor:
+        """(classes - 1, p) of the margins, in the region's coordinates."""
+        return self._margins.X
+
+    def _in_time(self) -> None:
+        if self._overdue():
+            raise TimeLimitError("the time for this input was over before its forms were")
+
+    # -- at a scale
+
+    def at(self, scale: float) -> Lower:
+        """Lower bounds of the margins over the region of this scale."""
+        if not scale >= 0:
+            raise InputError(f"the scale of a region is {scale}; expected a number that is not negative")
+        if scale not in self._seen:
+            with torch.no_grad():
+                self._seen[scale] = self._lower(scale, self._settle(scale))
+        return self._seen[scale]
+
+    def _settle(self, scale: float) -> _Settled:
+        """Every local learns of the scale; then what the margins lose."""
+        moved, radius = self._moved(scale), Size.of(self.region, scale).radius
+        tiny = (self._margins.tiny(scale, moved[:-1]) + self.walk.row_error * moved[-1]) * (1 + 1e-12)
+        return _Settled(radius, tiny, tiny + self._batches.ranges([self._batches.ends], radius)[0], {})
+
+    def _moved(self, scale: float) -> Tensor:
+        """Bounds of ‖δ‖ at all places, and at the features."""
+        size = Size.of(self.region, scale)
+        moved = torch.zeros(len(self.walk.places) + 1, dtype=torch.float64)
+        u = self.region.reach * scale + self.walk.start_defect
+        for members, skip, join in self.walk.stages:
+            v = u
+            for i in members:
+                moved[i] = v
+                place = self.walk.places[i]
+                v = (
+                    v * self._norm(place.piece)
+                    if isinstance(place.piece, LinearPiece)
+                    else self._settle_one(i, size, moved)
+                )
+                v = (v + place.defect) * (1 + 1e-12)
+            u = (u + v + join) * (1 + 1e-12) if skip else v
+        moved[-1] = u
+        return moved
+
+    def _norm(self, piece: LinearPiece) -> float:
+        if piece not in self._norms:
+            a = Proved()
+            self._norms[piece] = float(a.number(piece.norm(a)))
+        return self._norms[piece]
+
+    def _settle_one(self, i: int, size: Size, moved: Tensor) -> float:
+        self._in_time()
+        functions, error = self.functions[i]
+        tiny = (functions.tiny(size.scale, moved[:-1]) + error * moved[i]) * (1 + 1e-12)
+        batches, local = self._batches, self.walk.local(i)
+        enough = (_SLIGHT * size.scale if self._sharp else math.inf) * batches.suprema[i].clamp(min=1e-300)
+        below, above = batches.ranges(batches.of[i], size.radius, enough)
+        self.beyond[i] = low, high = (tiny + below) * (1 + 1e-10), (tiny + above) * (1 + 1e-10)
+        attention = local.attention
+        if attention is not None and i in batches.bends:
+            attention.bending = batches.ranges(batches.bends[i], size.radius)[0]
+        moves = local.settle(size, low, high, tiny, float(moved[i]))
+        if attention is not None and i in batches.outputs:
+            attention.output_rests = batches.ranges(batches.outputs[i], size.radius)[0]
+        return moves
+
+    def _lower(self, scale: float, settled: _Settled, prove: bool = True) -> Lower:
+        """The margins in order of a cheap bound; a trust-region problem for those that it leaves in question.
+
+        What was settled for a scale holds on all smaller ones. Without a proof these are guesses of what it would give.
+        """
+        walk, first = self.walk, self._slopes * scale
+        cheap = walk.margins - (settled.lost + first) * (1 + 1e-10) - walk.margins.abs() * 1e-15
+        cheap = cheap.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+        margins = torch.full((len(walk.others) + 1,), math.inf, dtype=torch.float64)
+        margins[walk.others] = cheap
+        worst, losses, parts = math.inf, {"first order": float(first.amax())}, 1
+        for s in cheap.argsort().tolist():
+            if float(cheap[s]) >= worst or worst <= 0:
+                break
+            minorant = self._minorant(s, settled)
+            lowest = minorant.least(scale, _STEPS, prove=prove)
+            bound, parts = max(lowest.value, float(cheap[s])), max(parts, lowest.parts)
+            margins[walk.others[s]] = bound
+            if not bound >= worst:
+                worst, losses = bound, minorant.problem.breakdown(lowest.point, float(walk.margins[s]) - bound)
+        return Lower(margins, worst, losses, parts)
+
+    def _minorant(self, s: int, settled: _Settled) -> Minorant:
+        if s not in settled.minorants:
+            value = float(self.walk.margins[s])
+            problem = Problem.of(value, self._margins.X[s], _TRIFLE * max(value, 0.0) / max(1, len(self.functions)))
+            problem.lose("rounding", float(settled.tiny[s]))
+            ends = self._batches.ends
+            for i, prepared in ends.prepared.items():
+                varying = ends.turning[i][s] * settled.radius if i in ends.turning else None
+                self.walk.local(i).take(prepared, s, problem, varying)
+            settled.minorants[s] = Minorant(problem, self.region)
+        return settled.minorants[s]
+
+    # -- the largest scale
+
+    def largest(self, precision: float, known: float = 0.0) -> float:
+        """About the largest scale at which all margins are proved positive; 0 where none above `known` is found.
+
+        Rests are settled a few times only. What is settled at one scale gives margins on all smaller ones; the largest
+        of these with a positive margin is proved, and the next scale is taken between both.
+        """
+        ends = self.walk.margins / self._slopes.clamp(min=1e-250)
+        most = float(ends.min())
+        if not (math.isfinite(most) and most > 0):
+            return 0.0
+        if _BEGIN * most <= known:
+            return known if self.at(known).least > 0 else 0.0
+        try:
+            self._sharp = False  # these cost little, and tell where to begin
+            roughly = self._searched(_BEGIN * most, most, 0.0, precision, _ROUGH * known)
+        finally:
+            self._sharp = True
+        if roughly * (1 + precision) >= most:
+            return roughly
+        begin = min(_BEGIN * most, _FARTHER * roughly) if roughly > 0 else _BEGIN * most
+        return self._searched(max(begin, known), most, roughly, precision, known)
+
+    def _searched(self, scale: float, most: float, proved: float, precision: float, known: float) -> float:
+        """The largest scale that is proved, from one that is tried first; at least the one that is proved already."""
+        first, failed, settled = most, False, 0
+        for _ in range(_SETTLED + _BLIND):
+            try:
+                with torch.no_grad():
+                    proved = max(proved, self._largest_settled(scale, proved, precision))
+            except TimeLimitError:  # what was seen before stays
+                proved = max([proved, *(seen for seen, lower in self._seen.items() if lower.least > 0)])
+                break
+            if proved < scale:
+                most, failed = scale, True
+            if proved == 0 and scale > _FAR:  # margins hardly change to first order, which says nothing of where
+                scale = max(known, math.sqrt(scale))
+                continue
+            settled += 1
+            if settled == _SETTLED or most <= proved * (1 + precision * (_NEAR if failed else 1.0)) or most <= known:
+                break
+            if failed and proved == 0:
+                scale = max(known, most / 3)
+            elif proved < scale:
+                scale = _meeting(first, scale, proved)
+            elif failed:
+                scale = math.sqrt(proved) * math.sqrt(most)
+            else:
+                scale = min(most / (1 + precision / 2), _FARTHER * scale)
+        return proved
+
+    def _largest_settled(self, scale: float, known: float, precision: float) -> float:
+        """The largest scale with positive margins, given the rests of one that is no smaller; at least `known`.
+
+        Scales are tried by guesses; the one that is found is proved.
+        """
+        settled = self._settle(scale)
+        if self.region.p > _LARGE and bool((settled.lost > _HOPELESS * self.walk.margins).any()):
+            return known  # matrices of many numbers would cost more than what they might save
+        low, high, trial = known, scale, scale
+        above, below = float(self.walk.margins.min()), -math.inf  # the margins there, or at 0
+        for _ in range(_TRIALS):
+            lower = self._lower(trial, settled, prove=False)
+            if lower.least > 0:
+                low, above = trial, lower.least
+            else:
+                high, below = trial, lower.least
+            if low >= scale or high <= low * (1 + precision / 2):
+                break
+            # Margins bend downwards: their chord meets zero on the safe side.
+            share = above / (above - below) if math.isfinite(below) else 0.5
+            trial = low + (high - low) * min(max(share, 0.1), 0.95)
+        for _ in range(_PROOFS):
+            if low <= known:
+                break
+            lower = self._lower(low, settled)
+            if lower.least > 0:
+                self._seen[low] = lower
+                return low
+            low *= 1 - precision
+        return known
+
+
+def _meeting(first: float, scale: float, proved: float) -> float:
+    """Where rests that are settled at s are about those of which s itself is proved.
+
+    With rests settled at s about f - c s² is proved, f what first order allows, or not much more than the scale, and
+    c from what was proved at one scale.
+    """
+    f = min(first, 1.5 * scale) / scale
+    c = f - proved / scale
+    if not c > 0:
+        return proved * 1.01
+    return max(proved * 1.01, scale * (math.sqrt(1 + 4 * c * f) - 1) / (2 * c))
+
+
+def margins_over_box(network: Network, lower: Float64[Tensor, "n d"], upper: Float64[Tensor, "n d"]) -> Lower:
+    """Lower bounds of all margins over the box between `lower` and `upper`, expanded around its middle.
+
+    Args:
+        network: the classifier.
+        lower: (n, d) lower ends of the input's coordinates.
+        upper: (n, d) upper ends; equal to the lower ones for a coordinate that is fixed.
+    """
+    return over_box(network, lower, upper).at(1.0)
+
+
+def over_box(network: Network, lower: Float64[Tensor, "n d"], upper: Float64[Tensor, "n d"]) -> Margins:
+    """The margins around the middle of a box, which has the scale 1."""
+    if lower.shape != upper.shape or lower.ndim != 2 or not bool((lower <= upper).all()):
+        raise InputError(
+            f"lower has shape {tuple(lower.shape)} and upper {tuple(upper.shape)}; expected (n, d) with lower <= upper"
+        )
+    low, high = lower.double(), upper.double()
+    middle = (low + high) / 2
+    half = torch.maximum(high - middle, middle - low)
+    return Margins(network, middle, shape=torch.where(half > 0, up(half), half))
+
+
+def _check_size(walk: CentreWalk) -> None:
+    """Refuses what would not fit: a covector of a whole place for each of its scalars."""
+    for i in walk.curved:
+        place = walk.places[i]
+        n, d = place.u.shape
+        assert place.local is not None
+        longest, scalars = max(n * d, place.local.longest), place.local.scalars
+        if longest > LONGEST:
+            raise MemoryLimitError(
+                f"forms takes inner products of {LONGEST} terms; {type(place.piece).__name__} of {n} x {d} numbers has "
+                f"some of {longest}: use gains, or perturb a later layer"
+            )
+        need = 8.0 * 4 * scalars * n * d
+        if need > _MEMORY:
+            raise MemoryLimitError(
+                f"forms follows {scalars} scalars of {n} x {d} numbers each and needs about {need / GIB:.1f} GiB; "
+                f"it takes at most {_MEMORY / GIB:.0f} GiB: use gains, or perturb a later layer"
+            )

@@ -1,0 +1,275 @@
+"""LayerNorm, RMSNorm and the smooth projection: the exact second order, and a third-order rest of a few numbers.
+
+A token is f = scale ⊙ n + β with ‖n‖ < 1; for w = cδ̃, linear in δ, a = n·w and b = ‖w‖² it becomes scale ⊙ (n + w)g + β
+with g = (1 + 2a + b)^{-1/2}. For a covector μ at the output let m = scale ⊙ μ, m₀ = m·n and v = m·w. Then
+
+    ⟨μ, e⟩ = Q₂ + m₀(3/2 ab + 3/8 b² + ζ) + v(g - 1 + a),    Q₂ = ½m₀(3a² - b) - av,
+
+with g = 1 - x/2 + 3/8 x² + ζ, x = 2a + b (docs/math/forms.md, section 6). Every term beyond Q₂ is at most a
+number times a² or b.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+import torch
+from torch import Tensor
+
+from holdfast.compositions.forms.local import THETA, Local, Problem, Size
+from holdfast.compositions.forms.suprema import QuadraticSums, Squares, worth
+from holdfast.compositions.forms.units import spread
+from holdfast.layers.norm.piece import Normalisation
+from holdfast.linalg import Ball
+from holdfast.linalg.rounding import frobenius_upper
+from holdfast.linalg.squarings import thin_gram_norm
+
+_SMALL = 1e-100
+_NARROW = 2.0**-22  # what float32 takes of a number, and more
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Covectors (S) at some tokens of the output: m (S, i, d) in float32, m₀ (S, i), bounds of |m₀|, ‖m‖, |v| and |Q₂|.
+
+    Those of |v| and |Q₂| are for scale 1, and that of |Q₂| (S) is not a number until it is needed.
+    """
+
+    tokens: Tensor  # (i) among those that matter
+    m: Tensor
+    along: Tensor
+    most_along: Tensor
+    size: Tensor
+    v: Tensor
+    bent: Tensor
+
+    def some(self, index: Tensor | slice) -> Tokens:
+        """A part of the covectors, in float64."""
+        parts = {name: x[index].double() for name, x in vars(self).items() if name != "tokens"}
+        return Tokens(self.tokens, **parts)
+
+
+@final
+class Normalised(Local):
+    """A normalisation at ũ, for the tokens i that matter."""
+
+    def __init__(self, u: Tensor, piece: Normalisation) -> None:
+        self.u, self._piece = u, piece
+        parts = piece.parts(Ball.exact(u))
+        length = parts.m.sqrt()
+        n, c, scale = (
+            parts.N / length,
+            Ball.exact(torch.ones_like(u[..., :1])) / (parts.s * length),
+            parts.gamma * length,
+        )
+        self._n, self._c, self._scale = n.mid, c.mid, scale.mid.expand(u.shape[-1])
+        relative = float(frobenius_upper(n.rad, (-1,)).amax()) + float((c.rad / c.mid).amax())
+        self._theta = THETA + 16 * relative  # the scale is within 4 units in the last place
+        self._largest = float(self._scale.abs().amax()) * (1 + 1e-12)
+
+    @property
+    def scalars(self) -> int:
+        return self.u.numel() + len(self.u)
+
+    @property
+    def longest(self) -> int:
+        return self.u.numel()
+
+    @property
+    def stride(self) -> int:
+        return self.u.shape[-1]
+
+    @property
+    def numbers(self) -> int:
+        return len(self._tokens) * self.u.shape[-1]
+
+    def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
+        size = 4 * self._largest * float(self._c.amax())  # its norm on absolute values
+        return self._piece.pull(self.u, C), frobenius_upper(C) * (8 * self._theta * size)
+
+    def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The coordinates of w and then a, of every token."""
+        self._tokens = tokens
+        n, d = self.u.shape
+        eye = self._piece.centred(torch.eye(d, dtype=torch.float64))
+        C = spread(eye, tokens, n).reshape(len(tokens), d, n, d) * self._c[tokens].reshape(-1, 1, 1, 1)
+        along = torch.zeros(len(tokens), n, d, dtype=torch.float64)
+        along[torch.arange(len(tokens)), tokens] = self._n[tokens] * self._c[tokens]
+        error = 4 * self._theta * self._c[tokens].squeeze(-1)
+        return torch.cat([C.flatten(0, 1), along]), torch.cat([error.repeat_interleave(d), error])
+
+    def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(i, d, …) of w and (i, …) of a."""
+        count, d = len(self._tokens), self.u.shape[-1]
+        return x[: count * d].reshape(count, d, *x.shape[1:]), x[count * d :]
+
+    def place(self, X: Tensor, first: Tensor) -> None:
+        self._W, self._A = W, A = self._split(X)
+        self._first = self._split(first)
+        count, d, width = W.shape
+        flat = W.reshape(-1, width)
+        self._length, self._norm = torch.linalg.matrix_norm(W) * (1 + 1e-12), thin_gram_norm(W, 3)
+        self._lengths = torch.linalg.vector_norm(A, dim=-1) * (1 + 1e-12)
+        token = torch.arange(count)
+        self._squares = Squares(
+            torch.cat([flat, A]), torch.cat([token, token]), torch.cat([token.repeat_interleave(d), count + token])
+        )
+        self._gram = W @ W.mT
+
+    @cached_property
+    def _second(self) -> QuadraticSums:
+        """Inner products of the matrices of Q₂ for every coordinate of m: n_c U - sym(A ⊗ W_c), U = ½(3AAᵀ - WᵀW)."""
+        count, d, width = self._W.shape
+        flat = self._W.reshape(-1, width)
+        G = (flat @ flat.mT).reshape(count, d, count, d)
+        AA, WA = self._A @ self._A.mT, (flat @ self._A.mT).reshape(count, d, count)  # WA[j, c, i] = W_jc·A_i
+        seen = WA.square().sum(1)  # ‖W_j A_i‖²
+        UU = 2.25 * AA.square() - 0.75 * (seen + seen.mT) + 0.25 * G.square().sum((1, 3))
+        # A_jᵀ U_i W_jc, (i, j, c)
+        turned = torch.einsum("iej,iejc->ijc", WA, G)
+        AUW = 1.5 * AA.unsqueeze(-1) * WA.permute(2, 0, 1) - 0.5 * turned
+        n = self._n[self._tokens]
+        inner = n[:, :, None, None] * UU[:, None, :, None] * n
+        crossed = n[:, :, None, None] * AUW.unsqueeze(1)  # (i, c, j, e)
+        inner = inner - crossed - crossed.permute(2, 3, 0, 1)
+        across = WA.permute(2, 0, 1)  # A_i·W_je, (i, j, e)
+        pairs = AA[:, None, :, None] * G + across.unsqueeze(1) * across.permute(1, 2, 0).unsqueeze(-1)
+        inner = inner + pairs / 2
+        size = n.abs() * (1.5 * self._lengths.square() + 0.5 * self._length.square()).unsqueeze(-1)
+        size = size + self._lengths.unsqueeze(-1) * torch.linalg.vector_norm(self._W, dim=-1)
+        return QuadraticSums(inner.reshape(count * d, count * d), size.flatten() * (1 + 1e-9))
+
+    def prepare(self, mu: Tensor) -> Tokens:
+        mu = mu[:, self._tokens]
+        tokens = (mu != 0).any(-1).any(0).nonzero().squeeze(-1)
+        m, theta = mu[:, tokens] * self._scale, self._theta
+        size = torch.linalg.vector_norm(m, dim=-1) * (1 + 1e-12) + 1e-30  # more than what float32 takes for zero
+        along = (m * self._n[self._tokens[tokens]]).sum(-1)
+        most = (along.abs() + 2 * theta * size) * (1 + 1e-12)
+        square = torch.einsum("sic,ice,sie->si", m, self._gram[tokens], m).clamp(min=0.0)
+        v = (square + 8 * theta * (size * self._length[tokens]).square()).sqrt() * (1 + 1e-10)
+        return Tokens(tokens, m.float(), along, most, size, v, torch.full((len(m),), torch.nan).double())
+
+    def _bent(self, prepared: Tokens, index: Tensor) -> Tensor:
+        """Bounds of |Q₂| on the unit ball for some of a batch; what is known is kept."""
+        unknown = index[prepared.bent[index].isnan()]
+        if len(unknown):
+            one, count = prepared.some(unknown), len(self._tokens)
+            m = torch.zeros(len(unknown), count, self.u.shape[-1], dtype=torch.float64)
+            m[:, one.tokens] = one.m
+            rounding = self._unsure(one)
+            # Token by token, with one budget for the squares of w and a.
+            weights = self._everywhere(one.tokens, one.most_along / 2, one.most_along * 1.5)
+            apart = self._squares.most(weights, 1.0, torch.cat([self._norm, self._lengths]))
+            apart = apart + one.v @ self._lengths[one.tokens]
+            bent = torch.minimum(self._second.most(m.flatten(1)), apart)
+            prepared.bent[unknown] = (bent + rounding) * (1 + 1e-9)
+        return prepared.bent[index]
+
+    def _unsure(self, one: Tokens) -> Tensor:
+        """(S) what rounding, float32 included, may do to Q₂ on the unit ball."""
+        return (16 * self._theta + _NARROW) * (one.size @ self._second_size()[one.tokens]) * (1 + 1e-9)
+
+    def _everywhere(self, tokens: Tensor, on_b: Tensor, on_a: Tensor) -> Tensor:
+        """(S, 2 i) weights on ‖Wb‖² and (A·b)² of all tokens that matter, from those of some."""
+        both = torch.zeros(2, len(on_b), len(self._tokens), dtype=torch.float64)
+        both[0][:, tokens], both[1][:, tokens] = on_b, on_a
+        return torch.cat([both[0], both[1]], -1)
+
+    def _second_size(self) -> Tensor:
+        """(i) Q₂ on absolute values, for ‖m‖ = 1."""
+        size: Tensor = self._length.square() / 2 + 1.5 * self._lengths.square() + self._lengths * self._length
+        return size
+
+    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float) -> float:
+        self._size = size
+        self._rest_w, self._rest_a = self._split(torch.maximum(low, high))
+        first_w, first_a = (x * size.scale for x in self._first)
+        self._rest = torch.linalg.vector_norm(self._rest_w, dim=-1) * (1 + 1e-12)
+        self._w = torch.minimum(size.radius * self._norm, torch.linalg.vector_norm(first_w, dim=-1)) * (1 + 1e-12)
+        self._a = first_a * (1 + 1e-12)
+        a = (self._a + self._rest_a) * (1 + 1e-12)
+        b = (self._w + self._rest).square() * (1 + 1e-12)
+        left = torch.where(a < 1, 1 - a, 0.0) * (1 - 1e-12)
+        # |ζ| <= 5/16 |x|³/(1 - a)⁷ <= tail (4a² + (4a + b) b); every number with a factor a² or b, for m₀ and for v.
+        tail = 5 / 16 * (2 * a + b) / left**7
+        mixed = 4 * a + b
+        self._on_b = 1.5 * a + 0.375 * b + tail * mixed, 0.5 + 0.375 * mixed + tail * mixed
+        self._on_a = 4 * tail, 1.5 + 4 * tail
+        beyond = b * self._on_b[1] + a.square() * self._on_a[1]  # |g - 1 + a|
+        n = self._n[self._tokens].abs() + self._theta
+        coordinate = (first_w + self._rest_w) * (1 + 1e-12)
+        rests = n * beyond.unsqueeze(-1) + coordinate * (a + beyond).unsqueeze(-1)
+        self._output_rests = (rests * self._scale.abs() * (1 + 1e-9)).flatten()
+        chord = torch.minimum(torch.full_like(b, 2.0), b.sqrt() / left)
+        return self._largest * float(torch.linalg.vector_norm(chord)) * (1 + 1e-9)
+
+    def _weights(self, one: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights of the rest on ‖Wb‖² and (A·b)², (S, i), and numbers (S)."""
+        t, along = one.tokens, one.most_along
+        v = self._size.radius * one.v
+        rest_v = (one.m.abs() * (1 + _NARROW) * self._rest_w[t]).sum(-1) * (1 + 1e-12) + 1e-37 * self._rest_w[t].sum(-1)
+        v_all = v + rest_v
+        w, a, rest, rest_a = self._w[t], self._a[t], self._rest[t], self._rest_a[t]
+        on_b = along * self._on_b[0][t] + v_all * self._on_b[1][t]
+        on_a = along * self._on_a[0][t] + v_all * self._on_a[1][t]
+        # ‖w‖² <= (1 + η)‖Wb‖² + (1 + 1/η)‖rest‖², likewise a²; and what the rests do to Q₂.
+        eta_w, eta_a = rest / w.clamp(min=_SMALL), rest_a / a.clamp(min=_SMALL)
+        square_w, square_a = rest * (rest + w), rest_a * (rest_a + a)
+        number = (on_b + along / 2) * square_w + (on_a + 1.5 * along) * square_a
+        number = number + a * rest_v + rest_a * v_all
+        on_b, on_a = on_b * (1 + eta_w) + along / 2 * eta_w, on_a * (1 + eta_a) + 1.5 * along * eta_a
+        return on_b * (1 + 1e-9), on_a * (1 + 1e-9), number.sum(-1) * (1 + 1e-9)
+
+    def _term_by_term(self, one: Tokens) -> Tensor:
+        """(S) bounds of |Q₂|, which norms may make smaller."""
+        r, w, a = self._size.radius, self._w[one.tokens], self._a[one.tokens]
+        second = (one.most_along / 2 * (w.square() + 3 * a.square()) + a * r * one.v).sum(-1)
+        return (second + self._unsure(one) * (r * r)) * (1 + 1e-9)
+
+    def range(
+        self, prepared: Tokens | None, varying: Tensor | None, enough: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        most = torch.zeros((), dtype=torch.float64) if varying is None else varying @ self._output_rests
+        if prepared is not None:
+            one, r = prepared.some(slice(None)), self._size.radius
+            on_b, on_a, number = self._weights(one)
+            weights = self._everywhere(one.tokens, on_b, on_a)
+            form = self._squares.most(weights, r, torch.cat([self._w, self._a]), enough)
+            second = self._term_by_term(one)
+            large = worth(second, enough)
+            if len(large):
+                second[large] = torch.minimum(second[large], self._bent(prepared, large) * (r * r))
+            most = most + second + form + number
+        return most * (1 + 1e-9), most * (1 + 1e-9)
+
+    def take(self, prepared: Tokens, s: int, problem: Problem, varying: Tensor | None) -> None:
+        square = self._size.radius * self._size.radius
+        one = prepared.some(slice(s, s + 1))
+        bent = float(self._term_by_term(one))
+        d, t = self.u.shape[-1], one.tokens
+        W, A = self._W[t].flatten(0, 1), self._A[t]
+        if bent <= problem.slight:
+            problem.lose("second order", bent)
+        else:
+            m = one.m[0]
+            along = (m * self._n[self._tokens[t]]).sum(-1)  # of m as it is kept: what that lacks is a number
+            turned = torch.einsum("ic,icp->ip", m, self._W[t])
+            second = (A * (1.5 * along).unsqueeze(-1) - turned).mT @ A
+            second = second - (W * (along / 2).repeat_interleave(d).unsqueeze(-1)).mT @ W
+            problem.add("second order", (second + second.mT) / 2, 0.0)
+            problem.lose("rounding", 2 * float(self._unsure(one)) * square * (1 + 1e-9))
+        on_b, on_a, number = (x[0] for x in self._weights(one))
+        weights = torch.cat([on_b.repeat_interleave(d), on_a])
+        rows, reach = torch.cat([W, A]), torch.cat([self._first[0][t].flatten(), self._first[1][t]]) * self._size.scale
+        rounding_of_rows = 1e-9 * weights * torch.linalg.vector_norm(rows, dim=-1).square()
+        problem.add_squares(rows, {"normalisation rest": -weights}, rounding_of_rows, reach * (1 + 1e-12))
+        problem.lose("carried rests", float(number) * (1 + 1e-9))
+        if varying is not None:
+            problem.lose("carried rests", float(varying @ self._output_rests) * (1 + 1e-9))
+
+    def seen(self, mu: Tensor) -> tuple[Tensor, float]:
+        """The coordinates of the tokens' outputs."""
+        return mu[:, self._tokens].flatten(1), 0.0

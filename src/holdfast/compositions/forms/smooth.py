@@ -1,0 +1,178 @@
+"""Units with a smooth function: the exact second order, and what the second derivative varies by.
+
+A unit φ(t + h) has the rest ε(h) = ½φ''(ξ)h² with ξ between t and t + h. With h = x·b + r, |x·b| <= ρ, |r| <= R, and
+|φ''(ξ) - φ''(t)| <= Δ wherever t + h gets to (docs/math/forms.md, section 3),
+
+    |ε - ½φ''(t)(x·b)²| <= ½(Δ(1 + η) + |φ''(t)|η)(x·b)² + ½(Δ + |φ''(t)|)(R² + ρR),    η = R/ρ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import final
+
+import torch
+from torch import Tensor
+
+from holdfast.compositions.forms.local import THETA, Local, Problem, Size
+from holdfast.compositions.forms.suprema import QuadraticSums, worth
+from holdfast.compositions.forms.units import Wiring, Written, spread
+from holdfast.layers.activation.base import SmoothActivation
+from holdfast.linalg import Ball
+from holdfast.linalg.rounding import down, up
+
+_TOGETHER = 1024  # units whose second orders may cancel in a scalar; those of one token always do
+_SMALL = 1e-100
+_NARROW, _TINY = 2.0**-23, 1e-37  # what float32 takes of a number, relative and absolute
+
+
+@dataclass(frozen=True)
+class Bends:
+    """What units count in covectors, in float32; which of the units these are; (S) norms of the second orders.
+
+    A norm is not a number until it is needed.
+    """
+
+    written: Written
+    tokens: Tensor
+    norm: Tensor
+
+
+@final
+class SmoothUnits(Local):
+    """Units of one piece with a smooth function.
+
+    Args:
+        u: (n, d) the piece's input.
+        wiring: where the units stand.
+        phi: the function.
+    """
+
+    def __init__(self, u: Tensor, wiring: Wiring, phi: SmoothActivation) -> None:
+        self.u, self._wiring, self._phi = u, wiring, phi
+        self._t = wiring.before(u)
+        self._slopes = phi.derivative(1, self._t)
+
+    @property
+    def scalars(self) -> int:
+        return self._t.mid.numel()
+
+    @property
+    def longest(self) -> int:
+        return self.scalars
+
+    @property
+    def stride(self) -> int:
+        return self._t.mid.shape[-1]
+
+    @property
+    def numbers(self) -> int:
+        return len(self._tokens) * self.stride
+
+    def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
+        return self._wiring.pull(C, self._slopes)
+
+    def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        self._tokens = tokens
+        t = self._t[tokens].reshape(-1)
+        self._low, self._high = t.lower, t.upper
+        self._bend = self._phi.derivative(2, Ball.exact(t.mid)).mid  # any number does: Δ is measured from it
+        C = spread(self._wiring.read(), tokens, len(self.u))
+        return C, torch.zeros(len(C), dtype=torch.float64)
+
+    def place(self, X: Tensor, first: Tensor) -> None:
+        self._x, self._first = X, first
+        self._lengths = torch.linalg.vector_norm(X, dim=-1) * (1 + 1e-12)
+        self._units = self.stride
+
+    @cached_property
+    def _groups(self) -> list[tuple[slice, QuadraticSums]]:
+        """Inner products of the squares of rows, of some tokens' units at a time."""
+        X, squares = self._x, self._lengths.square()
+        parts = _parts(len(X), max(1, _TOGETHER // self._units) * self._units)
+        return [(part, QuadraticSums((X[part] @ X[part].mT).square(), squares[part])) for part in parts]
+
+    def prepare(self, mu: Tensor) -> Bends:
+        mu = mu[:, self._tokens]
+        seen = (mu != 0).any(-1).any(0).nonzero().squeeze(-1)
+        written = Written.of(self._wiring, mu[:, seen])
+        return Bends(replace(written, c=written.c.float()), seen, torch.full((len(mu),), torch.nan).double())
+
+    def _norms(self, c: Tensor, tokens: Tensor) -> Tensor:
+        """(S) the norms of ½Σ_u c_uφ''_u x_u x_uᵀ."""
+        every = torch.zeros(len(c), len(self._tokens), self._units, dtype=torch.float64)
+        every[:, tokens] = c.reshape(len(c), len(tokens), self._units)
+        weights, norm = every.flatten(1) * self._bend / 2, torch.zeros(len(c), dtype=torch.float64)
+        for part, form in self._groups:
+            if bool((weights[:, part] != 0).any()):
+                norm = norm + form.most(weights[:, part])
+        return norm * (1 + 1e-10)
+
+    def _among(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """Of numbers of all units those at some of their tokens."""
+        return x.reshape(-1, self._units)[tokens].flatten()
+
+    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float) -> float:
+        self._size = size
+        self._rho = rho = self._first * size.scale * (1 + 1e-12)
+        rest = torch.maximum(low, high)
+        reach = (rho + rest) * (1 + 1e-12)
+        low, high = down(self._low - reach), up(self._high + reach)
+        reached = self._phi.range(2, low, high)
+        drift = up(torch.maximum(reached.high - self._bend, self._bend - reached.low)).clamp(min=0.0)
+        bend = self._bend.abs()
+        self._steep = (bend + drift) / 2 * reach.square() * (1 + 1e-12)  # sup |ε|
+        self._second = bend / 2 * rho.square() * (1 + 1e-12)
+        eta = rest / rho.clamp(min=_SMALL)
+        self._form = (drift * (1 + eta) + bend * eta) / 2 * (1 + 1e-12)
+        self._number = (drift + bend) / 2 * (rest.square() + rho * rest) * (1 + 1e-12)
+        self._third = (self._form * rho.square() + self._number) * (1 + 1e-12)
+        slopes = self._phi.range(1, low, high).magnitude
+        return self._wiring.grown(moved, float(torch.linalg.vector_norm(slopes * reach))) * (1 + 1e-10)
+
+    def range(
+        self, prepared: Bends | None, varying: Tensor | None, enough: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        beyond = torch.zeros((), dtype=torch.float64) if varying is None else varying @ self._steep
+        if prepared is None:
+            return beyond * (1 + 1e-10), beyond * (1 + 1e-10)
+        c, tokens = prepared.written.c.double(), prepared.tokens
+        third, steep, second, sign = (
+            self._among(x, tokens) for x in (self._third, self._steep, self._second, self._bend.sign())
+        )
+        narrow = _NARROW * (c.abs() @ steep) + _TINY * steep.sum()
+        beyond = beyond + c.abs() @ third + prepared.written.lost(steep) + narrow
+        bent = c * sign
+        low, high = (part.clamp(min=0.0) @ second for part in (-bent, bent))
+        large = worth(torch.maximum(low, high), enough)
+        unknown = large[prepared.norm[large].isnan()]
+        for part in torch.split(unknown, _TOGETHER):
+            prepared.norm[part] = self._norms(c[part], tokens)
+        most = prepared.norm * (self._size.radius * self._size.radius)
+        low, high = (torch.where(most < part, most, part) + beyond for part in (low, high))
+        return low * (1 + 1e-9), high * (1 + 1e-9)
+
+    def take(self, prepared: Bends, s: int, problem: Problem, varying: Tensor | None) -> None:
+        c, tokens = prepared.written.c[s].double(), prepared.tokens
+        bend, form, number, steep, rho, lengths = (
+            self._among(x, tokens)
+            for x in (self._bend, self._form, self._number, self._steep, self._rho, self._lengths)
+        )
+        weights = {"second order": c * bend / 2, "activation rest": -c.abs() * form}
+        rounding = 8 * THETA * weights["second order"].abs() + 1e-9 * weights["activation rest"].abs()
+        x = self._x.reshape(-1, self._units, self._x.shape[-1])[tokens].flatten(0, 1)
+        problem.add_squares(x, weights, 2 * rounding * lengths.square(), rho)
+        problem.lose("carried rests", float(c.abs() @ number) * (1 + 1e-9))
+        narrow = _NARROW * float(c.abs() @ steep) + _TINY * float(steep.sum())
+        problem.lose("rounding", (float(prepared.written.lost(steep)[s]) + narrow) * (1 + 1e-9))
+        if varying is not None:
+            problem.lose("carried rests", float(varying @ self._steep) * (1 + 1e-9))
+
+    def seen(self, mu: Tensor) -> tuple[Tensor, float]:
+        written = Written.of(self._wiring, mu[:, self._tokens])
+        return written.c, written.size
+
+
+def _parts(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]

@@ -1,0 +1,176 @@
+"""Functions of one number inside a piece: how these numbers are read from its input and written to its output.
+
+A piece of units is u ↦ S u + O φ(R u + c), token by token: φ acts entry by entry, R reads, O writes, and S passes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from holdfast.compositions.forms.local import THETA
+from holdfast.layers.perceptron.piece import KinkedMlp, Mlp
+from holdfast.linalg import Ball
+from holdfast.linalg.rounding import frobenius_upper
+
+
+class Wiring(ABC):
+    """R, O and S of one piece, for tokens of width d with U units each."""
+
+    @abstractmethod
+    def before(self, u: Tensor) -> Ball:
+        """(n, U) what the units take at u, (n, d)."""
+
+    @abstractmethod
+    def read(self) -> Tensor:
+        """(U, d) R, exactly."""
+
+    @abstractmethod
+    def written(self, mu: Tensor) -> Tensor:
+        """Oᵀ applied to covectors (S, n, c), (S, n, U)."""
+
+    @abstractmethod
+    def accuracy(self) -> Tensor:
+        """(U) how far rounding may have taken these numbers, over the length of a covector at their token."""
+
+    @abstractmethod
+    def pull(self, C: Tensor, slopes: Ball) -> tuple[Tensor, Tensor]:
+        """The transpose of S + O diag(slopes) R applied to covectors (K, n, c), for slopes (n, U); (K) its rounding."""
+
+    @abstractmethod
+    def grown(self, moved: float, units: float) -> float:
+        """A bound of how far the output moves, where the input moves by `moved` and the units' values by `units`."""
+
+
+@final
+class Hidden(Wiring):
+    """The units of a perceptron: r x + φ(x W₁ + b₁) W₂ + b₂."""
+
+    def __init__(self, piece: Mlp | KinkedMlp) -> None:
+        self._piece = piece
+
+    def before(self, u: Tensor) -> Ball:
+        return self._piece.before(Ball.exact(u))
+
+    def read(self) -> Tensor:
+        return self._piece.w1.mT
+
+    def written(self, mu: Tensor) -> Tensor:
+        return mu @ self._piece.w2.mT
+
+    def accuracy(self) -> Tensor:
+        return THETA * (1 + 1e-9) * frobenius_upper(self._piece.w2, (-1,))
+
+    def pull(self, C: Tensor, slopes: Ball) -> tuple[Tensor, Tensor]:
+        piece, w1, w2 = self._piece, *(float(frobenius_upper(w)) for w in (self._piece.w1, self._piece.w2))
+        back = (C @ piece.w2.mT) * slopes.mid @ piece.w1.mT
+        if piece.residual:
+            back = back + C * piece.residual
+        steep, unsure = float(slopes.mid.abs().max()), float(slopes.rad.max())
+        size = w1 * w2 * (4 * THETA * steep + unsure) + 4 * THETA * abs(piece.residual)
+        return back, frobenius_upper(C) * (size * (1 + 1e-9))
+
+    def grown(self, moved: float, units: float) -> float:
+        return float(frobenius_upper(self._piece.w2)) * units + abs(self._piece.residual) * moved
+
+
+@final
+class Entries(Wiring):
+    """The entries of some channels; the others pass."""
+
+    def __init__(self, active: Tensor) -> None:
+        self._active = active
+
+    def before(self, u: Tensor) -> Ball:
+        return Ball.exact(u[:, self._active])
+
+    def read(self) -> Tensor:
+        return torch.eye(len(self._active), dtype=torch.float64)[self._active]
+
+    def written(self, mu: Tensor) -> Tensor:
+        return mu[..., self._active]
+
+    def accuracy(self) -> Tensor:
+        return torch.zeros(int(self._active.sum()), dtype=torch.float64)
+
+    def pull(self, C: Tensor, slopes: Ball) -> tuple[Tensor, Tensor]:
+        back = Ball.exact(C[..., self._active]) * slopes
+        mid = C.clone()
+        mid[..., self._active] = back.mid
+        return mid, frobenius_upper(back.rad)
+
+    def grown(self, moved: float, units: float) -> float:
+        return units + moved
+
+
+@final
+class SortedPairs(Wiring):
+    """Neighbouring channels x, y that become (x + y + |x - y|)/2 and (x + y - |x - y|)/2; the units are x - y."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+
+    def before(self, u: Tensor) -> Ball:
+        return Ball.exact(u[:, 0::2]) - u[:, 1::2]
+
+    def read(self) -> Tensor:
+        eye = torch.eye(self._width, dtype=torch.float64)
+        return eye[0::2] - eye[1::2]
+
+    def written(self, mu: Tensor) -> Tensor:
+        return (mu[..., 0::2] - mu[..., 1::2]) / 2
+
+    def accuracy(self) -> Tensor:
+        return torch.full((self._width // 2,), THETA, dtype=torch.float64)
+
+    def pull(self, C: Tensor, slopes: Ball) -> tuple[Tensor, Tensor]:
+        high, low = Ball.exact(C[..., 0::2]), Ball.exact(C[..., 1::2])
+        both, apart = (high + low) * 0.5, (high - low) * 0.5 * slopes
+        first, second = both + apart, both - apart
+        mids, rads = (first.mid, second.mid), (first.rad, second.rad)
+        return torch.stack(mids, -1).flatten(-2), frobenius_upper(torch.stack(rads, -1).flatten(-2))
+
+    def grown(self, moved: float, units: float) -> float:
+        return moved  # sorting moves no two points apart
+
+
+@dataclass(frozen=True)
+class Written:
+    """What units count in covectors: c (S, m U), and the covectors' lengths (S, m) at the units' m tokens."""
+
+    c: Tensor
+    lengths: Tensor
+    accuracy: Tensor  # (U) of c, over these lengths
+
+    @classmethod
+    def of(cls, wiring: Wiring, mu: Tensor, strength: float = 1.0) -> Written:
+        """For covectors (S, m, c) at the tokens of the units, times a number."""
+        lengths = torch.linalg.vector_norm(mu, dim=-1) * (strength * (1 + 1e-12))
+        return cls((wiring.written(mu) * strength).flatten(1), lengths, wiring.accuracy())
+
+    def lost(self, weights: Tensor) -> Tensor:
+        """(S) bounds of Σ_u |rounding of c_u| w_u, for w >= 0 (m U)."""
+        return self.lengths @ (weights.reshape(self.lengths.shape[1], len(self.accuracy)) @ self.accuracy) * (1 + 1e-9)
+
+    @property
+    def size(self) -> float:
+        """A number relative to which all c are accurate within θ₀, in the Frobenius norm."""
+        outer = torch.linalg.vector_norm(self.lengths) * torch.linalg.vector_norm(self.accuracy)
+        return float(outer) * (1 + 1e-9) / THETA
+
+    def errors(self, units: Tensor) -> Tensor:
+        """(S, …) bounds of the rounding of some c."""
+        width = len(self.accuracy)
+        return self.lengths[:, units // width] * self.accuracy[units % width] * (1 + 1e-12)
+
+
+def spread(rows: Tensor, tokens: Tensor, n: int) -> Tensor:
+    """Functions (U, d) of one token as functions (m U, n, d) of all, for each of m tokens."""
+    m, (units, d) = len(tokens), rows.shape
+    C = torch.zeros(m, units, n, d, dtype=torch.float64)
+    C[torch.arange(m), :, tokens] = rows
+    return C.reshape(m * units, n, d)

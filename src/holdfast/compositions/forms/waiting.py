@@ -1,0 +1,83 @@
+"""A piece on a part of the state while the rest waits: its rest is that of the piece itself.
+
+The output is (K u, f(C u)) (`layers/beside.py`), so that e(δ) = (0, e_f(Cδ)): of a covector only the part that belongs
+to f counts, and a function of f's input is one of the state, given back by Cᵀ.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from holdfast.compositions.forms.local import Local, Problem, Size
+from holdfast.compositions.forms.softmax import Softmax
+from holdfast.layers.beside import KinkedBeside, SmoothBeside
+from holdfast.linalg.rounding import UNIT, frobenius_upper
+
+
+@final
+class Waiting(Local):
+    """A piece beside others, at ũ.
+
+    Args:
+        u: (1, S) the state.
+        piece: what acts on a part of it.
+        inner: the local of its piece there.
+    """
+
+    def __init__(self, u: Tensor, piece: KinkedBeside | SmoothBeside, inner: Local) -> None:
+        self.u, self._part, self._inner = u, piece.part, inner
+        self._root = float(piece.part.times) ** 0.5 * (1 + 1e-15)  # ‖C‖
+
+    @property
+    def scalars(self) -> int:
+        return self._inner.scalars
+
+    @property
+    def longest(self) -> int:
+        return self._inner.longest
+
+    @property
+    def stride(self) -> int:
+        return self._inner.stride
+
+    @property
+    def numbers(self) -> int:
+        return self._inner.numbers
+
+    @property
+    def attention(self) -> Softmax | None:
+        return self._inner.attention
+
+    def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
+        pulled, lost = self._inner.pull(self._part.new(C))
+        added = (frobenius_upper(C) + frobenius_upper(pulled) * self._root) * ((self._part.times + 2) * UNIT)
+        return self._part.back(C, pulled), (lost * self._root + added) * (1 + 1e-12)
+
+    def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        C, error = self._inner.covectors(torch.arange(self._part.outputs[0]))
+        added = frobenius_upper(C) * (self._part.times * UNIT)
+        return self._part.give(C), (error + added) * self._root * (1 + 1e-12)
+
+    def place(self, X: Tensor, first: Tensor) -> None:
+        self._inner.place(X, first)
+
+    def prepare(self, mu: Tensor) -> Any:
+        return self._inner.prepare(self._part.new(mu))
+
+    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float) -> float:
+        out = self._inner.settle(size, low, high, tiny, moved * self._root * (1 + 1e-12))
+        return (moved + out) * (1 + 1e-12)
+
+    def range(
+        self, prepared: Any | None, varying: Tensor | None, enough: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return self._inner.range(prepared, varying, enough)
+
+    def take(self, prepared: Any, s: int, problem: Problem, varying: Tensor | None) -> None:
+        self._inner.take(prepared, s, problem, varying)
+
+    def seen(self, mu: Tensor) -> tuple[Tensor, float]:
+        return self._inner.seen(self._part.new(mu))

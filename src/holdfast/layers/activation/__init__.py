@@ -1,0 +1,1 @@
+"""Functions of single entries: the functions, the pieces and the module."""

@@ -1,0 +1,1 @@
+"""Softmax attention: the piece, its expansion, the trainable module."""

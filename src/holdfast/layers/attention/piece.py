@@ -1,0 +1,115 @@
+"""Softmax attention as a piece of a network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, final
+
+from torch import Tensor
+
+from holdfast.attention import AttentionJacobian, AttentionLayer, ValueOperator
+from holdfast.attention.derivatives import AttentionPass
+from holdfast.bounds import bounds
+from holdfast.bounds.best import smallest_of
+from holdfast.bounds.pairs import number_of_pairs
+from holdfast.bounds.second_order import direct_gain, every_direction, grown_gain, nodes_for, on_nodes
+from holdfast.bounds.yudin import slope_on_balls
+from holdfast.layers.attention.expansion import LocalAttention
+from holdfast.layers.expansion import LocalExpansion
+from holdfast.layers.piece import SmoothPiece
+from holdfast.linalg import Array
+from holdfast.linalg.arithmetic import Arithmetic
+from holdfast.linalg.directions import Directions
+
+
+@final
+class Attention(SmoothPiece):
+    """F(u) = residual · u + Σ_l P_l(u) u W_l^V W_l^O, biases, masks and all: unmodified softmax attention.
+
+    The layer's residual is bounded jointly with its heads. What does not depend on the radii (norms at u) is computed
+    once for an arithmetic and the input tensor u.
+
+    Args:
+        layer: computed in float64.
+
+    Example:
+        >>> piece = Attention(holdfast.AttentionLayer.from_module(torch.nn.MultiheadAttention(8, 2)))
+        >>> u, directions = torch.randn(4, 5, 8).double(), torch.randn(40, 4, 5, 8).double()
+        >>> piece.at(u).push(directions).shape
+        torch.Size([40, 4, 5, 8])
+    """
+
+    costly = True
+
+    def __init__(self, layer: AttentionLayer) -> None:
+        self.layer = layer.double()
+
+    def at(self, u: Array) -> AttentionPass[Array]:
+        """The layer at u, with its derivatives there: for many derivatives at one point."""
+        return AttentionPass(self.layer, u)
+
+    def value(self, u: Array) -> Array:
+        return self.at(u).value
+
+    def push(self, u: Array, a: Array) -> Array:
+        return self.at(u).push(a)
+
+    def pull(self, u: Array, c: Array) -> Array:
+        return self.at(u).pull(c)
+
+    def push2(self, u: Array, a: Array, b: Array) -> Array:
+        return self.at(u).push2(a, b)
+
+    def pull2(self, u: Array, c: Array, a: Array) -> Array:
+        return self.at(u).pull2(c, a)
+
+    def push3(self, u: Array, a: Array, b: Array, c: Array) -> Array:
+        """D³F(u)[a, b, c]."""
+        return self.at(u).push3(a, b, c)
+
+    def without_expansion(self) -> str | None:
+        return None if self.layer.rotary is None else "Attention has no expansion with rotary positions"
+
+    def expand(self, u: Tensor, directions: Directions) -> LocalExpansion:
+        return LocalAttention(self, u, directions)
+
+    def held_numbers(self, u: Tensor) -> int:
+        tokens = u.shape[-2]
+        return max(u.numel(), self.layer.h * tokens**2, number_of_pairs(self.layer.h, tokens) ** 2)
+
+    def reach(self, a: Arithmetic[Array], u: Tensor, rho: Array, method: str = "best") -> Array:
+        """A bound (…, e) of ‖F(u + δ) - F(u)‖_F over ‖δ‖_F <= rho, rho (…, e) or (e).
+
+        Args:
+            a: the arithmetic.
+            u: (…, n, d) float64.
+            rho: the radii.
+            method: a name of `holdfast.bound`; "best" is the smallest of them.
+        """
+        here = a.at(self, u)
+        methods = [b for b in bounds.values() if b.in_networks] if method == "best" else [bounds[method]]
+        return smallest_of(methods, here, self.layer, u, rho).value
+
+    def reach_by(self, method: str) -> Callable[[Arithmetic[Any], Tensor, Any], Any]:
+        return partial(self.reach, method=method)
+
+    def slope(self, a: Arithmetic[Array], u: Tensor) -> Array:
+        here = a.at(self, u)
+        return here.once("jacobian", lambda: here.norm(AttentionJacobian(self.layer, u)))
+
+    def gain(self, a: Arithmetic[Array], u: Tensor, rho: Array) -> Array:
+        """L(rho): the smallest of ‖J(u)‖ + ∫_0^rho β and the direct bounds of `mixed` and `yudin-ball`."""
+        here, layer = a.at(self, u), self.layer
+        radii = here.number(rho)
+        grown = grown_gain(here, layer, u, nodes_for(radii))[..., -1]
+        zeta = here.once("zeta", lambda: here.norm(ValueOperator(layer, u)))
+        ball = on_nodes(here, layer, u, radii.unsqueeze(-1))
+        direct = direct_gain(ball, layer, u).minimum(slope_on_balls(ball, zeta, layer.residual))
+        return grown.minimum(direct.movedim(0, -1))
+
+    def curvature(self, a: Arithmetic[Array], u: Tensor, rho: Array) -> Array:
+        """β(rho) of docs/math/second-order.md, Theorem 4."""
+        here = a.at(self, u)
+        curvatures = every_direction(on_nodes(here, self.layer, u, here.number(rho).unsqueeze(-1)))
+        return curvatures.movedim(0, -1)

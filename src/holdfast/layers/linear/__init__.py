@@ -1,0 +1,1 @@
+"""Linear maps of every token: the piece, and modules whose norm is kept by construction."""

@@ -1,0 +1,1 @@
+"""LayerNorm and RMSNorm: the pieces and their expansion."""

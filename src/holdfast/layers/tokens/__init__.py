@@ -1,0 +1,1 @@
+"""Where tokens come from, where they go and how they are joined."""

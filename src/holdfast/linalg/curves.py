@@ -1,0 +1,86 @@
+"""Bounds on balls of every radius, from a few evaluations that are kept.
+
+A bound that holds on a ball holds on every smaller one. So a bound is evaluated at the radii base · RATIO^level only,
+and the next such radius above serves: a search over radii costs a handful of evaluations, however many it looks at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cached_property
+from typing import final
+
+import torch
+from jaxtyping import Float64, Int64
+from torch import Tensor
+
+from holdfast.linalg.rounding import UNIT
+
+RATIO = 1.5
+_LEAST, _MOST = -90, 90
+ZERO = _LEAST - 1  # the level of radius 0
+BEYOND = _MOST + 1  # the level of radii for which nothing is known
+
+
+def outward(x: Tensor, terms: int = 0) -> Tensor:
+    """Pays for the rounding, and underflows, of sums of `terms` numbers >= 0 and of up to 2⁸ other operations."""
+    return x * (1 + 2.0**-44 + 2 * terms * UNIT) + 2.0**-1000
+
+
+def or_unbounded(bound: Tensor) -> Tensor:
+    """The bound of a length or a slope; infinite where it is not a number, or negative, and so bounds nothing."""
+    return torch.where(bound >= 0, bound, math.inf)
+
+
+@final
+class Grid:
+    """Radii base · RATIO^level, for each input its own.
+
+    Args:
+        base: gives them, (b) and positive; it is asked when they are needed.
+        limit: (b) radii above it are not looked at.
+    """
+
+    def __init__(self, base: Callable[[], Float64[Tensor, " b"]], limit: Float64[Tensor, " b"]) -> None:
+        self._find_base, self._limit = base, limit.unsqueeze(-1)
+
+    @cached_property
+    def _base(self) -> Float64[Tensor, "b 1"]:
+        return self._find_base().unsqueeze(-1)
+
+    def level(self, rho: Float64[Tensor, "b e"]) -> Int64[Tensor, "b e"]:
+        """The lowest level whose radius is not below rho."""
+        usable = (rho > 0) & (rho <= self._limit)
+        position = torch.log(torch.where(usable, rho, 1.0) / self._base) / math.log(RATIO)
+        level = position.ceil().clamp(_LEAST, _MOST).long()
+        level = torch.where(self.radius(level) < rho, level + 1, level)
+        level = torch.where(usable & (self.radius(level) >= rho), level, BEYOND)
+        return torch.where(rho == 0, ZERO, level)
+
+    def radius(self, level: Int64[Tensor, "b e"]) -> Float64[Tensor, "b e"]:
+        """The radius of a level; 0 at `ZERO`."""
+        if bool((level == ZERO).all()):
+            return torch.zeros_like(level, dtype=torch.float64)
+        powers = torch.pow(torch.tensor(RATIO, dtype=torch.float64, device=level.device), level)
+        return torch.where(level == ZERO, 0.0, self._base * powers)
+
+
+@final
+class Curve:
+    """A bound as a function of the level of a grid; every level is evaluated once, for all inputs together."""
+
+    def __init__(self, grid: Grid, evaluate: Callable[[Tensor], Tensor]) -> None:
+        self._grid, self._evaluate = grid, evaluate
+        self._known: dict[int, Tensor] = {}
+
+    def __call__(self, level: Int64[Tensor, "b e"]) -> Float64[Tensor, "b e"]:
+        """The bound at the radius of each level; infinite at `BEYOND`."""
+        for at in set(torch.unique(level).tolist()) - self._known.keys() - {BEYOND}:
+            # One level at a time: what is known of it must not depend on what else was asked for.
+            radius = self._grid.radius(level.new_tensor([[at]]).expand(level.shape[0], 1))
+            self._known[at] = or_unbounded(self._evaluate(radius)).expand_as(radius)[:, 0]
+        self._known.setdefault(BEYOND, torch.full(level.shape[:1], math.inf, dtype=torch.float64, device=level.device))
+        levels = sorted(self._known)
+        table = torch.stack([self._known[at] for at in levels], -1)
+        return table.gather(-1, torch.searchsorted(level.new_tensor(levels), level))

@@ -1,1 +1,0 @@
-"""Tables and figures that anyone can make again: one module for each."""

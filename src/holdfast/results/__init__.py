@@ -1,0 +1,29 @@
+"""What the library returns: frozen objects that say how far they may be believed.
+
+`side` is "upper" (a bound), "lower" (attained by a witness) or "estimate" (neither). `guarantee` is "proved" (float64,
+rounded outward) or "numerical" (the formula is a theorem, but a number in it came from an iteration or plain rounding).
+"""
+
+from holdfast.results.kinds import Guarantee, Norm, Scope, Side, brief
+from holdfast.results.layers import AttackResult, BoundResult, LipschitzResult, LipschitzWitness, NormResult
+from holdfast.results.records import UNDECIDED, Certificate, RadiusEstimate, RadiusRecord
+from holdfast.results.run import CertificationRun, Target
+
+__all__ = [
+    "UNDECIDED",
+    "AttackResult",
+    "BoundResult",
+    "Certificate",
+    "CertificationRun",
+    "Guarantee",
+    "LipschitzResult",
+    "LipschitzWitness",
+    "Norm",
+    "NormResult",
+    "RadiusEstimate",
+    "RadiusRecord",
+    "Scope",
+    "Side",
+    "Target",
+    "brief",
+]

@@ -1,0 +1,30 @@
+"""How far a number may be believed, in words, and numbers as a prompt and JSON show them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import Tensor
+
+Side = Literal["upper", "lower", "estimate"]
+Guarantee = Literal["proved", "numerical"]
+Scope = Literal["ball at x", "point", "ball at 0"]
+Norm = Literal["l2", "linf"]
+
+
+def brief(t: Tensor | None) -> str:
+    """Numbers of a tensor in few words: all of them where they are few."""
+    if t is None:
+        return "none"
+    if t.numel() <= 6:
+        return str(t.tolist() if not t.is_floating_point() else _rounded(t.tolist()))
+    return f"{t.amin():.4g} to {t.amax():.4g}, shape {tuple(t.shape)}"
+
+
+def _rounded(value: Any) -> str:
+    return f"[{', '.join(map(_rounded, value))}]" if isinstance(value, list) else f"{value:.4g}"
+
+
+def plain(value: object) -> object:
+    """Tensors as nested lists, for JSON."""
+    return value.tolist() if isinstance(value, Tensor) else value

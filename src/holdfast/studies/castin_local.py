@@ -1,0 +1,258 @@
+"""`castin-local`: the differential, bounds at a point, large radii, biases, heads, norm layers and weighted tokens.
+
+Small random heads whose Jacobian is written out and decomposed, so that nothing is estimated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from holdfast import api
+from holdfast.attention import AttentionJacobian, AttentionLayer
+from holdfast.attention.large_radius import large_radius_limit
+from holdfast.attention.measure import WeightedJacobian, on_measure
+from holdfast.bounds.token_radius import layer_norm_radius
+from holdfast.report.style import PALETTE, new_figure
+from holdfast.studies.castin_heads import single_head
+from holdfast.studies.processes import Tell
+from holdfast.studies.statements import Statement, judged, statement_page, statement_table, to_json
+from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
+
+_N, _D = 6, 3
+
+
+@final
+@dataclass(frozen=True)
+class LocalRatios:
+    """Ratios of one statement, for every draw; `CLAIMS` says what they are ratios of."""
+
+    name: str
+    ratios: list[float]
+
+
+@final
+@dataclass(frozen=True)
+class LocalParameters:
+    """What `repro castin-local` takes."""
+
+    draws: int = option(60, "Random heads and tokens for each statement.", least=1)
+
+
+def _draw(seed: int, scale: float = 1.5, *, causal: bool = False) -> tuple[AttentionLayer, Tensor]:
+    x = torch.randn(_N, _D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
+    return single_head(_D, 1.0, seed, causal=causal), x
+
+
+def jacobian_matrix(layer: AttentionLayer, x: Tensor) -> Tensor:
+    """(nd, nd) by automatic differentiation."""
+    made: Tensor = torch.func.jacrev(layer)(x)
+    return made.reshape(x.numel(), x.numel())
+
+
+def _norm(matrix: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(matrix, 2))
+
+
+def differential(draws: int) -> list[float]:
+    """‖closed form - automatic‖ / ‖automatic‖, masked in every other draw."""
+    ratios = []
+    for seed in range(draws):
+        layer, x = _draw(seed, causal=seed % 2 == 1)
+        J = jacobian_matrix(layer, x)
+        ratios.append(_norm(AttentionJacobian(layer, x).dense() - J) / _norm(J))
+    return ratios
+
+
+def at_a_point(draws: int) -> list[float]:
+    """`castin-data` / ‖D_X f‖, masked in every other draw."""
+    ratios = []
+    for seed in range(draws):
+        layer, x = _draw(seed, 0.5 + seed / draws, causal=seed % 2 == 1)
+        bound = api.lipschitz_bound(layer, x, "castin-data").value.item()
+        ratios.append(bound / _norm(jacobian_matrix(layer, x)))
+    return ratios
+
+
+def far_away(draws: int) -> list[float]:
+    """‖D_{RX} f‖ / (v √(max_j #{i: σ(i) = j})) at R = 1e5."""
+    ratios = []
+    for seed in range(draws):
+        layer, x = _draw(seed)
+        ratios.append(_norm(jacobian_matrix(layer, 1e5 * x)) / large_radius_limit(layer, x).value.item())
+    return ratios
+
+
+def _biased(seed: int) -> tuple[AttentionLayer, Tensor]:
+    """A head with A = 0 and a query bias, and tokens so short that several stay near the largest score."""
+    layer, x = _draw(seed)
+    bias = torch.zeros(1, _D, dtype=torch.float64)
+    bias[0, 0] = 40.0
+    return layer.replace(w_q=torch.zeros_like(layer.w_q), b_q=bias), 0.1 * x
+
+
+def with_query_bias(draws: int) -> list[float]:
+    """√3 v (a²R⁴(4n + 1) + n)^½ / ‖D_X f‖ with a = 0 and a query bias, which the formula does not see."""
+    return [math.sqrt(3 * _N) / _norm(jacobian_matrix(*_biased(seed))) for seed in range(draws)]
+
+
+def with_query_bias_ours(draws: int) -> list[float]:
+    """`castin-ball`, which counts the bias, / ‖D_X f‖ for the same heads."""
+    ratios = []
+    for seed in range(draws):
+        layer, x = _biased(seed)
+        radius = float(torch.linalg.vector_norm(x, dim=-1).max())
+        bound = api.lipschitz_bound(layer, radius=radius, tokens=_N, method="castin-ball").value.item()
+        ratios.append(bound / _norm(jacobian_matrix(layer, x)))
+    return ratios
+
+
+def many_heads(draws: int) -> list[float]:
+    """Σ_h ‖D_X (W_h f_h)‖ / ‖D_X Σ_h W_h f_h‖."""
+    ratios = []
+    for seed in range(draws):
+        heads = [_draw(3 * seed + i)[0] for i in range(3)]
+        x = _draw(seed)[1]
+        matrices = [jacobian_matrix(head, x) for head in heads]
+        ratios.append(sum(map(_norm, matrices)) / _norm(torch.stack(matrices).sum(0)))
+    return ratios
+
+
+def after_layer_norm(draws: int) -> list[float]:
+    """(√d ‖w‖_∞ + ‖b‖) / the longest token behind a LayerNorm."""
+    ratios = []
+    for seed in range(draws):
+        generator = torch.Generator().manual_seed(seed)
+        x, w, b = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((64, 8), (8,), (8,)))
+        longest = torch.linalg.vector_norm(torch.nn.functional.layer_norm(5 * x, (8,), w, b), dim=-1).max()
+        ratios.append(layer_norm_radius(w, b) / float(longest))
+    return ratios
+
+
+def weighted(draws: int) -> list[float]:
+    """‖diag(√μ) D diag(1/√μ)‖ by hand / that of our operator for weighted tokens."""
+    ratios = []
+    for seed in range(draws):
+        layer, x = _draw(seed)
+        mu = torch.rand(_N, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.1
+        D = jacobian_matrix(on_measure(layer, mu), x)
+        root = mu.sqrt().repeat_interleave(_D)
+        ratios.append(_norm(root[:, None] * D / root) / _norm(WeightedJacobian(layer, x, mu).dense()))
+    return ratios
+
+
+@final
+@dataclass(frozen=True)
+class LocalClaim:
+    """A statement, how its ratios are measured, and when they bear it out."""
+
+    text: str
+    measure: Callable[[int], list[float]]
+    evidence: str
+    holds: Callable[[Sequence[float]], bool]
+
+
+def _near_one(ratios: Sequence[float]) -> bool:
+    return all(abs(ratio - 1) < 1e-6 for ratio in ratios)
+
+
+def _above_one(ratios: Sequence[float]) -> bool:
+    return min(ratios) >= 1 - 1e-9
+
+
+CLAIMS = {
+    "differential": LocalClaim(
+        "the differential of f, masked or not",
+        differential,
+        "relative difference from automatic differentiation",
+        lambda ratios: max(ratios) < 1e-10,
+    ),
+    "point": LocalClaim(
+        "‖D_X f‖ ≤ v[(1 + max|Ax_i| max|x_j - m_i|) √(max_j Σ_i P_ij) + max‖C_iA‖] (ours)",
+        at_a_point,
+        "bound / norm",
+        _above_one,
+    ),
+    "large radius": LocalClaim(
+        "‖D_RX f‖ → v √(max_j #{i: σ(i) = j}) as R grows",
+        far_away,
+        "norm at R = 1e5 / limit",
+        _near_one,
+    ),
+    "query bias": LocalClaim(
+        "the ball bound without a term for b_Q holds with a query bias",
+        with_query_bias,
+        "formula / norm",
+        _above_one,
+    ),
+    "query bias, ours": LocalClaim(
+        "the ball bound with β = ‖W_K b_Q‖/√k holds (ours)", with_query_bias_ours, "bound / norm", _above_one
+    ),
+    "heads": LocalClaim("Lip ≤ Σ_h ‖W_h‖ Lip(f_h)", many_heads, "sum / norm", _above_one),
+    "norm layer": LocalClaim(
+        "tokens behind a LayerNorm are at most √d‖w‖_∞ + ‖b‖ long", after_layer_norm, "bound / longest", _above_one
+    ),
+    "weights": LocalClaim("weighted tokens: the norm is that of diag(√μ) D diag(1/√μ)", weighted, "ratio", _near_one),
+}
+
+
+@final
+@register_study
+class CastinLocal(Study[LocalParameters]):
+    """Statements about a point."""
+
+    name = "castin-local"
+    title = "The differential, bounds at a point, large radii, biases, heads, norm layers and weighted tokens"
+    paper = "castin2024"
+    minutes = 1
+    memory = 1
+    parameters = LocalParameters
+    kinds: ClassVar = {"ratios": LocalRatios}
+
+    def quick(self) -> LocalParameters:
+        return LocalParameters(4)
+
+    def plan(self, parameters: LocalParameters, place: Workplace) -> StudyPlan:
+        return StudyPlan([[StudyPart("ratios", name) for name in CLAIMS]])
+
+    def measure(
+        self, parameters: LocalParameters, part: StudyPart, place: Workplace, earlier: Records, tell: Tell
+    ) -> LocalRatios:
+        return LocalRatios(part.key, CLAIMS[part.key].measure(parameters.draws))
+
+    def show(self, parameters: LocalParameters, records: Records) -> StudyOutput:
+        rows = records.of("ratios")
+        statements = [local_statement(row) for row in rows]
+        return StudyOutput(
+            {"statements": to_json(statements)},
+            [statement_table("Castin et al. 2024, at a point", statements)],
+            {"": draw_ratios([row for row in rows if row.name not in ("differential", "weights")])},
+            statement_page(statements),
+        )
+
+
+def local_statement(row: LocalRatios) -> Statement:
+    """What the ratios say of their statement."""
+    claim = CLAIMS[row.name]
+    evidence = f"{claim.evidence}: {min(row.ratios):.4g} to {max(row.ratios):.4g} ({len(row.ratios)} draws)"
+    return judged(claim.text, claim.holds(row.ratios), evidence)
+
+
+def draw_ratios(rows: Sequence[LocalRatios]) -> Figure:
+    """The ratios of every statement, sorted."""
+    figure = new_figure(5.5, 3.2)
+    panel = figure.subplots()
+    for colour, row in zip(PALETTE, rows, strict=False):
+        share = torch.linspace(0, 100, len(row.ratios))
+        panel.plot(share, sorted(row.ratios), color=colour, label=f"{row.name}: {CLAIMS[row.name].evidence}")
+    panel.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
+    panel.set(yscale="log", xlabel="% of the draws", ylabel="ratio")
+    panel.grid(alpha=0.25)
+    panel.legend(frameon=False)
+    return figure

@@ -1,0 +1,191 @@
+"""How far each bound is above what an attack attains, on random layers in four regimes.
+
+Gaussian d x d matrices scaled to a spectral norm, rows of x scaled to a length, residual 1: near-uniform attention for
+unit rows and small weights, one-hot attention for rows of length √d and weights of norm 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from matplotlib.figure import Figure
+from rich.table import Table
+from torch import Tensor
+
+from holdfast import api
+from holdfast.attention import AttentionLayer
+from holdfast.bounds import bounds
+from holdfast.errors import InputError
+from holdfast.report.style import new_figure
+from holdfast.results import Guarantee
+from holdfast.studies.processes import Tell
+from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
+
+RADII = (0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+@final
+@dataclass(frozen=True)
+class Regime:
+    """A shape, the spectral norm of the four weight matrices, and the length of the rows of x."""
+
+    n: int
+    d: int
+    h: int
+    weight: float
+    row: float
+
+    @property
+    def title(self) -> str:
+        return f"n={self.n} d={self.d} h={self.h}, |W|={self.weight:g}, rows of length {self.row:.3g}"
+
+
+def regimes(n: int, d: int, h: int) -> list[Regime]:
+    """The four regimes of one shape, from flat to peaked attention."""
+    return [Regime(n, d, h, weight, row) for row in (1.0, math.sqrt(d)) for weight in (1.0, 3.0)]
+
+
+def draw(regime: Regime, seed: int) -> tuple[AttentionLayer, Tensor]:
+    """A random residual layer and input of the regime."""
+    generator = torch.Generator().manual_seed(seed)
+    n, d, h = regime.n, regime.d, regime.h
+
+    def gaussian(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    weights = [gaussian(d, d) for _ in range(4)]
+    w_q, w_k, w_v, w_o = (w * (regime.weight / torch.linalg.matrix_norm(w, 2)) for w in weights)
+    q, k, v = (w.reshape(d, h, d // h).movedim(1, 0) for w in (w_q, w_k, w_v))
+    x = gaussian(n, d)
+    x = x * (regime.row / torch.linalg.vector_norm(x, dim=-1, keepdim=True))
+    return AttentionLayer(q, k, v, w_o.reshape(h, d // h, d), residual=1.0), x
+
+
+@final
+@dataclass(frozen=True)
+class LayerTightness:
+    """One layer: what an attack attained at each radius, and the bounds' ratios to it."""
+
+    regime: Regime
+    seed: int
+    radii: tuple[float, ...]
+    guarantee: Guarantee
+    attained: list[float]
+    ratios: dict[str, list[float]]
+    seconds: dict[str, float]
+
+
+def measure(
+    regime: Regime, seed: int, radii: Sequence[float], guarantee: Guarantee, device: str = "cpu"
+) -> LayerTightness:
+    """Attacks one random layer and evaluates every bound on it."""
+    layer, x = draw(regime, seed)
+    layer, x = layer.to(device=device), x.to(device)
+    attacked = api.attack(layer, x, list(radii), seed=seed)
+    ratios, seconds = {}, {"attack": attacked.seconds}
+    for bound in bounds.values():
+        if bound.name != "best":
+            result = bound(layer, x, list(radii), guarantee=guarantee)
+            ratios[bound.name] = (result.value / attacked.lower).tolist()
+            seconds[bound.name] = result.seconds
+    ratios["best"] = [min(column) for column in zip(*ratios.values(), strict=True)]
+    return LayerTightness(regime, seed, tuple(radii), guarantee, attacked.lower.tolist(), ratios, seconds)
+
+
+def tables(measurements: Sequence[LayerTightness]) -> list[Table]:
+    """One table for each regime: mean ratio over the seeds."""
+    made = []
+    for regime, rows in _by_regime(measurements).items():
+        table = Table(title=f"bound / attack, {regime.title}, mean over {len(rows)} seeds")
+        table.add_column("eps")
+        for radius in rows[0].radii:
+            table.add_column(f"{radius:g}", justify="right")
+        for name in rows[0].ratios:
+            table.add_row(name, *(_short(value) for value in _mean(rows, name)))
+        made.append(table)
+    return made
+
+
+def draw_ratios(measurements: Sequence[LayerTightness]) -> Figure:
+    """Ratio minus one over eps, a panel for each regime."""
+    groups = _by_regime(measurements)
+    figure = new_figure(2.6 * len(groups), 3.0)
+    panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+    for panel, (regime, rows) in zip(panels, groups.items(), strict=True):
+        for name in rows[0].ratios:
+            if name != "best":
+                panel.plot(rows[0].radii, [value - 1 for value in _mean(rows, name)], marker=".", label=name)
+        panel.set(xscale="log", yscale="log", title=f"|W|={regime.weight:g}, rows {regime.row:.3g}", xlabel="eps")
+        panel.grid(which="major", alpha=0.25)
+    panels[0].set_ylabel("bound / attack - 1")
+    panels[0].legend(frameon=False, fontsize="x-small")
+    return figure
+
+
+def _by_regime(measurements: Sequence[LayerTightness]) -> dict[Regime, list[LayerTightness]]:
+    groups: dict[Regime, list[LayerTightness]] = {}
+    for measurement in measurements:
+        groups.setdefault(measurement.regime, []).append(measurement)
+    return groups
+
+
+def _mean(rows: Sequence[LayerTightness], name: str) -> list[float]:
+    return [sum(column) / len(rows) for column in zip(*(row.ratios[name] for row in rows), strict=True)]
+
+
+def _short(value: float) -> str:
+    return f"{value:.4f}" if value < 1.1 else f"{value:.3g}"
+
+
+@final
+@dataclass(frozen=True)
+class TightnessParameters:
+    """What `repro tightness` takes."""
+
+    shape: tuple[int, ...] = option((64, 64, 8), "Tokens, width and heads.")
+    seeds: int = option(3, "How many random layers for each regime.", grid=True, least=1)
+    eps: tuple[float, ...] = option(RADII, "Radii.")
+    guarantee: Guarantee = option("numerical", "Of the bounds.")
+
+
+@final
+@register_study
+class Tightness(Study[TightnessParameters]):
+    """Every bound beside an attack."""
+
+    name = "tightness"
+    title = "Ratio of every bound to an attack, on random layers from flat to peaked attention"
+    paper = "holdfast"
+    minutes = 10
+    memory = 2
+    parameters = TightnessParameters
+    kinds: ClassVar = {"layer": LayerTightness}
+
+    def quick(self) -> TightnessParameters:
+        return TightnessParameters((6, 8, 2), 1, (0.01, 0.1))
+
+    def stem(self, parameters: TightnessParameters) -> str:
+        n, d, h = parameters.shape
+        return f"{self.name}-n{n}-d{d}-h{h}-{parameters.guarantee}"
+
+    def plan(self, parameters: TightnessParameters, place: Workplace) -> StudyPlan:
+        if len(parameters.shape) != 3:
+            raise InputError(f"--shape is {parameters.shape}; expected tokens, width and heads, such as 64,64,8")
+        work = [(regime, seed) for regime in regimes(*parameters.shape) for seed in range(parameters.seeds)]
+        return StudyPlan(
+            [[StudyPart("layer", f"{regime.title}, seed {seed}", (regime, seed)) for regime, seed in work]]
+        )
+
+    def measure(
+        self, parameters: TightnessParameters, part: StudyPart, place: Workplace, earlier: Records, tell: Tell
+    ) -> LayerTightness:
+        regime, seed = part.work
+        return measure(regime, seed, parameters.eps, parameters.guarantee, place.device)
+
+    def show(self, parameters: TightnessParameters, records: Records) -> StudyOutput:
+        layers = records.of("layer")
+        return StudyOutput(tables=tables(layers), figures={"": draw_ratios(layers)})

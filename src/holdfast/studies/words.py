@@ -1,0 +1,396 @@
+"""How far the words of a sentence may move: one of them alone, and all of them together (Shi et al. 2020).
+
+A model of SST-2 is trained; sentences of the development set that it gets right are certified in both settings, in
+proved arithmetic, and attacked. What is finished is kept in files, so that a command that was interrupted goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+import torch
+from jaxtyping import Float, Float64, Int64
+from rich.table import Table
+from torch import Tensor
+
+from holdfast.attacks.minimal import MinimalAttack
+from holdfast.compositions import certify_inputs, compositions
+from holdfast.data import Dataset, load
+from holdfast.data.sst2 import PADDING
+from holdfast.errors import InputError, SoundnessError
+from holdfast.layers.tokens.embedding import Place
+from holdfast.models import Transformer
+from holdfast.models import load as load_model
+from holdfast.network.centre import Centre
+from holdfast.network.network import Network
+from holdfast.storage import write_text
+from holdfast.studies.processes import Tell
+from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
+from holdfast.studies.trained import train_once, training_record
+from holdfast.train.config import TrainingConfig, read_training
+from holdfast.version import __version__
+
+_CHOICE = 0  # the seed that chooses sentences: the same order for every model
+_ATTACK = MinimalAttack(restarts=3, targets=1, steps=40)
+
+
+@final
+@dataclass(frozen=True)
+class MovedText:
+    """What may move, and how far.
+
+    Attributes:
+        text: the word, or the sentence.
+        radius: proved: no movement of this l2 length or less changes the answer.
+        attack: the length of a movement that was found to change it; None where none was.
+        method: that proved the radius.
+        seconds: that the proof took, on one core.
+        others: words of the vocabulary that lie within the radius of this one; None for a sentence.
+    """
+
+    text: str
+    radius: float
+    attack: float | None
+    method: str
+    seconds: float
+    others: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.attack is not None and self.radius > self.attack:
+            raise SoundnessError(
+                f"{self.method} proves {self.radius:.4g} for {self.text!r} and an attack succeeds at "
+                f"{self.attack:.4g}; please report"
+            )
+
+
+@final
+@dataclass(frozen=True)
+class MeanRadius:
+    """Over words or sentences.
+
+    Attributes:
+        count: of them.
+        radius: proved.
+        seconds: of a proof.
+        attack: over those where it succeeded; None if it never did.
+        attacked: how many these are.
+    """
+
+    count: int
+    radius: float
+    seconds: float
+    attack: float | None
+    attacked: int
+
+    @classmethod
+    def of(cls, cases: Sequence[MovedText]) -> MeanRadius:
+        """The mean of these."""
+        radius, seconds = (statistics.fmean(getattr(case, name) for case in cases) for name in ("radius", "seconds"))
+        attacks = [case.attack for case in cases if case.attack is not None]
+        return cls(len(cases), radius, seconds, statistics.fmean(attacks) if attacks else None, len(attacks))
+
+
+@final
+@dataclass(frozen=True)
+class SentenceRadii:
+    """One sentence: its model's seed, its place in the development set, all of its words together, and each alone."""
+
+    seed: int
+    index: int
+    label: int
+    together: MovedText
+    words: list[MovedText]
+
+
+@final
+@dataclass(frozen=True)
+class WordModel:
+    """A trained model.
+
+    Attributes:
+        name: of the config.
+        seed: of the training.
+        config: of the training.
+        command: the command line.
+        versions: of what computed it.
+        training: seconds.
+        clean: accuracy on the development set.
+        content_off: the same with content scores replaced by their mean over it.
+        total_variation: of the attention from its mean, by layer.
+        score_norm: ‖W_QK‖ by layer.
+        embedding_norm: mean length of a word's embedding, over the words of the development set.
+        nearest_word: mean distance from such a word to the nearest other one of the vocabulary.
+    """
+
+    name: str
+    seed: int
+    config: dict[str, Any]
+    command: str
+    versions: dict[str, str]
+    training: float
+    clean: float
+    content_off: float
+    total_variation: list[float]
+    score_norm: list[float]
+    embedding_norm: float
+    nearest_word: float
+
+
+@final
+@dataclass(frozen=True)
+class WordResults:
+    """A model with its sentences."""
+
+    model: WordModel
+    sentences: list[SentenceRadii]
+
+    @property
+    def one_word(self) -> MeanRadius:
+        """Of every word of every sentence, moved alone."""
+        return MeanRadius.of([word for sentence in self.sentences for word in sentence.words])
+
+    @property
+    def all_words(self) -> MeanRadius:
+        """Of every sentence, all of its words moved together."""
+        return MeanRadius.of([sentence.together for sentence in self.sentences])
+
+
+def trained(config: TrainingConfig, place: Workplace, tell: Tell) -> Path:
+    """The folder of a trained model."""
+    folder = place.runs / f"words-{Path(config.name).stem}-seed-{config.train.seed}"
+    return train_once(config, folder, place, tell, device="cpu")
+
+
+def describe(config: TrainingConfig, folder: Path, place: Workplace) -> WordModel:
+    """What is known of a trained model."""
+    training = training_record(folder)
+    model = load_model(folder / "model.safetensors")
+    data = load(config.data.name, None, place.data_dir)
+    ids = torch.tensor(sorted(set(data.inputs.flatten().tolist()) - {PADDING}))
+    lengths = torch.linalg.vector_norm(_embeddings(model)[ids], dim=-1)
+    test = training["test"]
+    return WordModel(
+        name=config.name,
+        seed=config.train.seed,
+        config=config.to_dict(),
+        command=place.command,
+        versions={
+            "holdfast": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        training=training["seconds"],
+        clean=test["clean"],
+        content_off=test["content_off"],
+        total_variation=test["total_variation"],
+        score_norm=test["score_norm"],
+        embedding_norm=lengths.mean().item(),
+        nearest_word=_distances(model, ids).amin(-1).mean().item(),
+    )
+
+
+def certify(
+    folder: Path, data: Dataset, parameters: WordsParameters, seed: int, number: int, tell: Tell
+) -> SentenceRadii:
+    """Certifies and attacks one of the sentences that a model gets right."""
+    model = load_model(folder / "model.safetensors")
+    place = _chosen(model, data, parameters.sentences)[number]
+    data = data.select([place])
+    network, x = model.to_network(folder.name), model.encode(data.inputs)
+    kept = folder / f"{parameters.method}-{number}.words.json"
+    texts = data.texts[0].split() if data.texts is not None else []
+    near = _distances(model, data.inputs[0])
+    words = _words(parameters.method, network, x, texts[: data.inputs.shape[1]], near, kept, tell)
+    nearest = _ATTACK(network, x, data.labels).radius.item()
+    proved = certify_inputs(network, x, method=parameters.together)[0]
+    together = MovedText(" ".join(texts), proved.radius, _finite(nearest), proved.method, proved.seconds)
+    kept.unlink(missing_ok=True)
+    return SentenceRadii(seed, place, int(data.labels), together, words)
+
+
+def _words(
+    name: str,
+    network: Network,
+    x: Float64[Tensor, "1 n d"],
+    texts: Sequence[str],
+    distances: Float[Tensor, "words vocabulary"],
+    kept: Path,
+    tell: Tell,
+) -> list[MovedText]:
+    """Each word of a sentence, moved alone; proofs need the memory of one word at a time, and each is kept."""
+    method, answer, still = compositions[name], network(x).argmax(-1), torch.zeros_like(x[:, :1])
+    moved = _kept(kept)
+    first: Centre | None = None
+    for i, text in enumerate(texts[len(moved) :], len(moved)):
+        word = network.before(Place(x, [i]))
+        began = time.perf_counter()
+        centre = Centre(word, still, like=first)
+        radii = method(centre)
+        seconds, radius = time.perf_counter() - began, radii.radius.item()
+        nearest = _ATTACK(word, still, answer).radius.item()
+        others = int((distances[i] <= radius).sum())
+        moved.append(MovedText(text, radius, _finite(nearest), radii.methods[0], seconds, others))
+        write_text(kept, json.dumps([asdict(word) for word in moved], allow_nan=False) + "\n")
+        first = first or centre
+        tell(0.9 * (i + 1) / len(texts))
+    return moved
+
+
+def _kept(path: Path) -> list[MovedText]:
+    """The words of a sentence that were finished before an interruption."""
+    return [MovedText(**word) for word in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
+
+
+_COLUMNS = ("model", "seed", "clean %", "content off %", "moves", "proved radius", "in lengths", "attack", "s each")
+
+
+def table(results: Sequence[WordResults]) -> Table:
+    """One line for every model and setting."""
+    made = Table(title="SST-2: proved l2 radii of embeddings, means", title_justify="left")
+    for column in _COLUMNS:
+        made.add_column(column, justify="left" if column in ("model", "moves") else "right")
+    for row in _rows(results):
+        made.add_row(*row)
+    return made
+
+
+def markdown(results: Sequence[WordResults]) -> str:
+    """The same lines, and what is known of each model, for a page of the documentation."""
+    lines = [_COLUMNS, ("---",) * len(_COLUMNS), *_rows(results)]
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    for one in results:
+        model = one.model
+        variation, norms = (
+            ", ".join(f"{x:.3g}" for x in by_layer) for by_layer in (model.total_variation, model.score_norm)
+        )
+        text += (
+            f"\n{model.name}, seed {model.seed}: {one.one_word.count} words of {one.all_words.count} sentences; mean "
+            f"length of an embedding {model.embedding_norm:.3f}, distance to the nearest other word "
+            f"{model.nearest_word:.3f}; total variation by layer {variation}; ‖W_QK‖ by layer {norms}; training "
+            f"{model.training:.0f} s.\n"
+        )
+    return text
+
+
+def _rows(results: Sequence[WordResults]) -> Iterator[tuple[str, ...]]:
+    for one in results:
+        for moves, mean in (("one word", one.one_word), ("all words", one.all_words)):
+            attack = "-" if mean.attack is None else f"{mean.attack:.3f}"
+            yield (
+                one.model.name,
+                str(one.model.seed),
+                f"{100 * one.model.clean:.1f}",
+                f"{100 * one.model.content_off:.1f}",
+                moves,
+                f"{mean.radius:.3f}",
+                f"{mean.radius / one.model.embedding_norm:.3f}",
+                attack,
+                f"{mean.seconds:.1f}",
+            )
+
+
+def _chosen(model: Transformer, data: Dataset, count: int) -> list[int]:
+    """Places of the first sentences, in an order drawn once and for all, that fit and that the model gets right."""
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(_CHOICE))
+    lengths = torch.tensor([len(text.split()) for text in data.texts or ()])
+    with torch.no_grad():
+        right = model(data.inputs).argmax(1) == data.labels
+    good = right & (lengths <= data.inputs.shape[1])
+    places: list[int] = order[good[order]][:count].tolist()
+    if len(places) < count:
+        raise InputError(f"{count} sentences are wanted, and the model gets {len(places)} right; give --sentences")
+    return places
+
+
+def _embeddings(model: Transformer) -> Float[Tensor, "vocabulary d"]:
+    assert model.words is not None  # the plan has asked for a model of words
+    return model.words.weight.detach()
+
+
+def _distances(model: Transformer, ids: Int64[Tensor, " words"]) -> Float[Tensor, "words vocabulary"]:
+    """Between these words and all others of the vocabulary; infinite to themselves."""
+    all_words = _embeddings(model)
+    distances = torch.cdist(all_words[ids], all_words, compute_mode="donot_use_mm_for_euclid_dist")
+    return distances.scatter(1, ids.unsqueeze(1), torch.inf)
+
+
+def _finite(radius: float) -> float | None:
+    return radius if math.isfinite(radius) else None
+
+
+@final
+@dataclass(frozen=True)
+class WordsParameters:
+    """What `repro words` takes."""
+
+    config: str = option("sst2-content", "A model of words: a TOML file, or a config by name.")
+    seed: tuple[int, ...] = option((0,), "Of the trainings.", grid=True)
+    sentences: int = option(10, "How many are certified for each model.", least=1)
+    method: str = option("telescoped", "The composition for one word that moves.")
+    together: str = option("gains", "The composition for all words that move.")
+
+
+@final
+@register_study
+class WordsStudy(Study[WordsParameters]):
+    """Words of SST-2."""
+
+    name = "words"
+    title = "How far one word, and all words, of SST-2 sentences may move: proved and attacked"
+    paper = "holdfast"
+    minutes = 240
+    memory = 4
+    parameters = WordsParameters
+    kinds: ClassVar = {"model": WordModel, "sentence": SentenceRadii}
+
+    def quick(self) -> WordsParameters:
+        return WordsParameters(str(Path(__file__).with_name("quick-words.toml")), (0,), 1, "gains")
+
+    def stem(self, parameters: WordsParameters) -> str:
+        return f"{self.name}-{Path(parameters.config).stem}"
+
+    def plan(self, parameters: WordsParameters, place: Workplace) -> StudyPlan:
+        for method in (parameters.method, parameters.together):
+            compositions[method]  # an unknown name is refused here, before any training
+        config = read_training(parameters.config)
+        if config.model.input != "words":
+            raise InputError(f"{config.name!r} is a model of images; expected one of words, such as sst2-content")
+        numbers = [(seed, i) for seed in parameters.seed for i in range(parameters.sentences)]
+        return StudyPlan(
+            [
+                [StudyPart("model", f"seed {seed}", seed) for seed in parameters.seed],
+                [StudyPart("sentence", f"seed {seed}, sentence {i}", (seed, i)) for seed, i in numbers],
+            ]
+        )
+
+    def measure(
+        self, parameters: WordsParameters, part: StudyPart, place: Workplace, earlier: Records, tell: Tell
+    ) -> WordModel | SentenceRadii:
+        config = read_training(parameters.config)
+        if part.kind == "model":
+            config = config.with_seed(part.work)
+            return describe(config, trained(config, place, tell), place)
+        seed, number = part.work
+        folder = trained(config.with_seed(seed), place, lambda share: None)
+        return certify(folder, load(config.data.name, None, place.data_dir), parameters, seed, number, tell)
+
+    def show(self, parameters: WordsParameters, records: Records) -> StudyOutput:
+        sentences = records.of("sentence")
+        results = [
+            WordResults(model, own)
+            for model in records.of("model")
+            if (own := [sentence for sentence in sentences if sentence.seed == model.seed])
+        ]
+        means = {
+            f"seed {one.model.seed}": {"one word": asdict(one.one_word), "all words": asdict(one.all_words)}
+            for one in results
+        }
+        return StudyOutput({"mean": means}, [table(results)], page=markdown(results))

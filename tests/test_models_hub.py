@@ -1,0 +1,110 @@
+"""Models in a folder as on the hub, and model cards."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from holdfast.cli.app import load as load_command
+from holdfast.errors import HoldfastError, InputError
+from holdfast.models import DigitsViT, Transformer, VisionTransformer, config, load, load_digits_vit
+from holdfast.models.card import card
+from holdfast.models.hub import OnHub
+from holdfast.models.shelf import read_shelved, shelved
+
+pytest.importorskip("huggingface_hub")
+
+
+def models() -> dict[str, tuple[OnHub, torch.Tensor]]:
+    torch.manual_seed(0)
+    small = replace(config("digits-smooth"), depth=1, width=8, heads=2)
+    return {
+        "transformer": (Transformer(small), torch.rand(2, small.channels, small.side, small.side)),
+        "vit": (VisionTransformer(8, 1, 4, 1, 8, 2, units=12, pool="mean", classes=3), torch.rand(2, 1, 8, 8)),
+        "digits": (load_digits_vit(), torch.rand(2, 8, 8)),
+    }
+
+
+@pytest.mark.parametrize("name", ["transformer", "vit", "digits"])
+def test_a_model_comes_back_from_a_folder(name: str, tmp_path: Path) -> None:
+    model, inputs = models()[name]
+    model.save_pretrained(tmp_path / "saved")
+    assert {"config.json", "model.safetensors", "README.md"} == {file.name for file in (tmp_path / "saved").iterdir()}
+    assert "holdfast" in (tmp_path / "saved" / "README.md").read_text()
+    again = type(model).from_pretrained(tmp_path / "saved")
+    assert type(again) is type(model)
+    assert not again.training
+    with torch.no_grad():
+        assert torch.equal(again(inputs), model.eval()(inputs))
+    again.save_pretrained(tmp_path / "twice")
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "twice" / file).read_bytes() == (tmp_path / "saved" / file).read_bytes()
+
+
+def test_a_transformer_on_the_hub_is_a_file_of_this_package(tmp_path: Path) -> None:
+    model, inputs = models()["transformer"]
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "model.safetensors")(inputs), model(inputs))
+
+
+def test_weights_are_safetensors_alone(tmp_path: Path) -> None:
+    model, _ = models()["vit"]
+    model.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(HoldfastError, match=r"model\.safetensors"):
+        VisionTransformer.from_pretrained(tmp_path)
+
+
+def test_a_config_that_does_not_fit(tmp_path: Path) -> None:
+    model, _ = models()["digits"]
+    model.save_pretrained(tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**described, "depth": 1}))
+    with pytest.raises(InputError, match=r"the tensors do not fit config\.json"):
+        DigitsViT.from_pretrained(tmp_path)
+    with pytest.raises(InputError, match="does not describe a VisionTransformer"):
+        VisionTransformer.from_pretrained(tmp_path)
+
+
+# -- cards
+
+
+def test_a_card_says_what_is_proved_of_a_model() -> None:
+    (model,) = (each for each in shelved() if each.name == "cifar10-best")
+    text, (run,) = card(model), model.certified
+    assert text.startswith("---\nlicense: apache-2.0\n")
+    for part in ("Use", "What is proved", "Data", "Recipe", "Licence"):
+        assert f"\n## {part}\n" in text
+    for radius, share in run.accuracy.items():
+        assert f"| {radius} | {100 * share:.1f} % |" in text
+    assert f"{run.inputs:,} inputs of cifar10, {100 * run.clean:.1f} % of them answered rightly" in text
+    assert model.command in text
+    assert run.command in text
+    assert "- cifar10" in text
+
+
+def test_a_card_of_a_model_of_which_nothing_is_known(tmp_path: Path) -> None:
+    model, _ = models()["transformer"]
+    model.save_pretrained(tmp_path)
+    text = card(read_shelved(tmp_path / "model.safetensors"))
+    assert "Nothing was certified of these weights." in text
+    assert "Not recorded." in text
+
+
+def test_the_command_writes_a_card(tmp_path: Path) -> None:
+    def call(*arguments: str) -> Result:
+        return CliRunner().invoke(load_command("models"), ["card", *arguments])
+
+    assert call("sst2-best", "--out", str(tmp_path / "README.md")).exit_code == 0
+    shown = call("sst2-best")
+    assert shown.exit_code == 0
+    assert shown.output == (tmp_path / "README.md").read_text()
+    assert "no change of the embeddings of all words" in shown.output
+    assert "no-such-model" in str(call("no-such-model").exception)

@@ -1,0 +1,130 @@
+"""`repro cifar-vit` and `repro yudin-cifar10`: trainings, files of networks, what is refused, and both commands."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from holdfast.cli.app import app
+from holdfast.data.dataset import Dataset
+from holdfast.errors import InputError, SoundnessError
+from holdfast.models import VisionTransformer
+from holdfast.studies import cifar_training, cifar_vit
+from holdfast.studies.cifar_training import CifarNetwork, CifarRecipe, CifarTraining, load_network, save_network, train
+from holdfast.studies.cifar_vit import CifarImage, summed_up
+
+TINY = CifarTraining(patch=16, depth=1, width=8, heads=2, steps=3, batch=4)
+KNOWN = CifarNetwork(TINY, 0.5, (0.4, 0.3, 0.2), 10, 4, 1.0, "cpu")
+RESULTS = Path(__file__).parent.parent / "results"
+
+
+def noise(count: int = 8) -> Dataset:
+    images = torch.rand(count, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    return Dataset("noise", "all", images, torch.arange(count), torch.arange(count), "")
+
+
+@pytest.mark.parametrize("recipe", get_args(CifarRecipe))
+def test_every_recipe_depends_on_its_seed_alone_and_changes_all_weights(recipe: CifarRecipe) -> None:
+    setting = replace(TINY, recipe=recipe, radius=0.0 if recipe in ("plain", "spectral") else 0.25, weight=0.1)
+    state = torch.get_rng_state()
+    first, again = train(setting, noise()).state_dict(), train(setting, noise()).state_dict()
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(setting.seed)
+    begun = setting.network().state_dict()
+    torch.set_rng_state(state)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    still = [name for name in first if torch.equal(first[name], begun[name])]
+    assert not [name for name in still if "in_proj_bias" not in name], "not trained"
+
+
+def test_penalties_make_small_what_they_charge() -> None:
+    """Forty steps: the movement along δ, and the norms of matrices, are below those without a penalty."""
+    setting = replace(TINY, steps=40, rate=1e-2)
+    spectral = replace(setting, recipe="spectral", weight=1.0)
+    norms = [float(cifar_training._Spectral(train(one, noise()))()) for one in (setting, spectral)]
+    assert norms[1] < 0.7 * norms[0]
+    free, charged = (replace(setting, recipe="lipschitz", weight=weight) for weight in (0.0, 10.0))
+    x = noise().inputs
+    delta = 0.25 * torch.ones_like(x) / x[0].numel() ** 0.5
+    moved = [float(cifar_training._movement(train(one, noise()), x, delta)[1]) for one in (free, charged)]
+    assert moved[1] < 0.7 * moved[0]
+
+
+def test_adversarial_points_are_in_the_ball_and_raise_the_loss() -> None:
+    model, data = train(replace(TINY, steps=30), noise()), noise()
+    moved = cifar_training.ascended(model, data.inputs, data.labels, 0.5, 5)
+    assert float((moved - data.inputs).flatten(1).norm(dim=1).max()) <= 0.5 * (1 + 1e-5)
+    loss = torch.nn.functional.cross_entropy
+    assert loss(model(moved), data.labels) > loss(model(data.inputs), data.labels)
+
+
+def test_a_network_comes_back_from_its_file(tmp_path: Path) -> None:
+    model, found = cifar_training.train_and_measure(TINY, noise(), noise(), attacked_images=4)
+    assert found.images == 8
+    assert found.attacked_images == 4
+    save_network(tmp_path / "a.safetensors", model, found)
+    again, known = load_network(tmp_path / "a.safetensors")
+    assert known == found
+    assert torch.equal(again(noise().inputs), model(noise().inputs))
+
+
+@pytest.mark.parametrize("change", [{"recipe": "robust"}, {"steps": 0}, {"width": -1}])
+def test_bad_trainings_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(change))):
+        replace(TINY, **change)
+
+
+def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.safetensors"
+    save_network(path, VisionTransformer(32, 3, 16, 2, 8, 2), KNOWN)  # two layers, and the file says one
+    with pytest.raises(InputError, match="no network of this study"):
+        load_network(path)
+    result = CliRunner().invoke(
+        app, ["repro", "cifar-vit", "--networks", str(tmp_path / "none"), "--out", str(tmp_path)]
+    )
+    assert result.exit_code != 0
+
+
+def test_a_radius_beyond_the_attack_is_refused_and_summaries_count_all_images() -> None:
+    one = CifarImage("a", KNOWN, 0, True, 1.0, 0.2, 0.4, {"first order": 3.0, "kinks": 1.0}, 2.0, 1.0)
+    with pytest.raises(SoundnessError, match=r"0\.5 is proved"):
+        replace(one, radius=0.5)
+    other = replace(one, place=1, radius=0.1, attack=0.2, losses={"first order": 1.0})
+    row = summed_up("a", [one, other, CifarImage("a", KNOWN, 2, False)])
+    assert (row.images, row.right, row.proved, row.attack) == (3, 2, pytest.approx(0.15), pytest.approx(0.3))
+    assert row.ratio == pytest.approx(0.5)
+    assert row.certified == pytest.approx(1 / 3)  # 0.2 is more than 36/255, 0.1 is not
+    assert row.losses == {"first order": pytest.approx(0.875), "kinks": pytest.approx(0.125)}
+
+
+def test_the_command_proves_a_radius_and_says_what_limits_it(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["repro", "cifar-vit", "--quick", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads((tmp_path / "cifar-vit-quick.json").read_text())["records"]
+    assert row["numbers"]["radius"] > 0
+    assert row["numbers"]["losses"]
+    assert (tmp_path / "cifar-vit-quick.svg").exists()
+
+
+def test_the_stored_table_is_what_its_numbers_say(tmp_path: Path) -> None:
+    """`yudin-cifar10` is drawn again from the stored records alone."""
+    shutil.copy(RESULTS / "yudin-cifar10.json", tmp_path)
+    result = CliRunner().invoke(app, ["repro", "yudin-cifar10", "--redraw", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "yudin-cifar10.md").read_text() == (RESULTS / "yudin-cifar10.md").read_text()
+    rows = json.loads((tmp_path / "yudin-cifar10.json").read_text())["summary"]["trainings"]
+    assert len(rows) == 9
+    assert all(row["seeds"] == 3 for row in rows)
+
+
+def test_the_stored_networks_say_how_they_were_trained() -> None:
+    files = sorted((RESULTS / "cifar-vits").glob("*.safetensors"))
+    assert {load_network(path)[1].training.recipe for path in files} == {"plain", "pgd", "lipschitz"}
+    assert cifar_training.RADII[0] == cifar_vit.RADIUS
