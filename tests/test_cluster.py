@@ -82,6 +82,7 @@ class Trouble:
         starving: the input that always does.
         raising: the input that fails.
         deadly: file that a worker makes before it kills itself, unless it is there.
+        gate: file that every input from the tenth on waits for, a minute at most.
     """
 
     seconds: float = 0.0
@@ -89,9 +90,13 @@ class Trouble:
     starving: int = -1
     raising: int = -1
     deadly: str | None = None
+    gate: str | None = None
 
     def strike(self, inputs: list[int]) -> None:
         time.sleep(self.seconds)
+        end = time.monotonic() + 60
+        while self.gate is not None and max(inputs) >= 10 and not Path(self.gate).exists() and time.monotonic() < end:
+            time.sleep(0.01)
         if len(set(inputs)) > self.most or self.starving in inputs:
             raise MemoryError("no room")
         if self.raising in inputs:
@@ -150,6 +155,11 @@ def expected(tmp_path: Path, count: int, **options: Any) -> list[str]:
     return lines(tmp_path / "here.jsonl")
 
 
+def opens(gate: Path) -> Callable[[int], None]:
+    """Makes the gate when two workers are there: the work cannot end before it."""
+    return lambda workers: gate.touch() if workers == 2 else None
+
+
 class TestRayCluster(ExecutorConformance):
     @pytest.fixture(autouse=True)
     def _connect(self, connected: Any) -> None:
@@ -160,11 +170,11 @@ class TestRayCluster(ExecutorConformance):
 
 
 def test_the_same_records_and_the_same_file(connected: Any, tmp_path: Path) -> None:
-    path, workers = tmp_path / "run.jsonl", list[int]()
+    path, gate = tmp_path / "run.jsonl", tmp_path / "two are there"
     run(path, 10, executor="ray", workers=1)
-    found = run(path, 40, executor="ray", crew=workers.append)  # goes on to more inputs
+    found = run(path, 40, Trouble(gate=str(gate)), executor="ray", crew=opens(gate))  # goes on to more inputs
     assert found.missing == ()
-    assert max(workers) == 2
+    assert gate.exists()
     assert lines(path) == expected(tmp_path, 40)
     assert verify(path, NETWORK, numbered(3000), sample=None).sound
 
@@ -193,15 +203,16 @@ def test_a_worker_killed(connected: Any, tmp_path: Path) -> None:
 
 def test_a_node_that_joins_is_used(connected: Any, tmp_path: Path) -> None:
     connected.remove_node(connected.worker_nodes.copy().pop())
-    workers: list[int] = []
+    path, gate = tmp_path / "run.jsonl", tmp_path / "two are there"
 
     def join(done: int, planned: int) -> None:
-        if done == 3:
+        if done >= 3 and len(connected.worker_nodes) < 2:
+            assert not gate.exists()
             connected.add_node(wait=False, **NODE)
 
-    run(tmp_path / "run.jsonl", 400, Trouble(0.02), executor="ray", batch=1, progress=join, crew=workers.append)
-    assert (workers[0], max(workers)) == (0, 2)
-    assert lines(tmp_path / "run.jsonl") == expected(tmp_path, 400, batch=1)
+    run(path, 40, Trouble(gate=str(gate)), executor="ray", batch=1, progress=join, crew=opens(gate))
+    assert gate.exists()
+    assert lines(path) == expected(tmp_path, 40, batch=1)
 
 
 def test_what_fails_is_recorded_and_the_others_go_on(connected: Any, tmp_path: Path) -> None:
