@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, final
 from unittest import mock
@@ -167,8 +168,11 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
     try:
         with torch.no_grad(), _quiet(), _masks_as_given():
             exported = torch.export.export(_Answering(model, output), args, kwargs, strict=False)
+            for node in exported.graph.nodes:
+                if node.target is torch.ops.aten.detach_.default:  # it changes no value, and constants are born with it
+                    node.target = torch.ops.aten.detach.default
             if not _readable(exported):
-                exported = exported.run_decompositions(_Opened())
+                exported = exported.run_decompositions(dict(_opened()))
     except ConversionError:
         raise
     except Exception as error:  # whatever the model's own code raises
@@ -272,18 +276,15 @@ def _draws(node: fx.Node) -> bool:
     return True
 
 
-class _Opened(dict[Any, Callable[..., Any]]):
+@cache
+def _opened() -> Mapping[Any, Callable[..., Any]]:
     """Operators made of others are taken apart, unless they are read as they are."""
-
-    def __init__(self) -> None:
-        table: Any = torch.export.default_decompositions()
-        super().__init__(
-            {
-                op: decompose
-                for op, decompose in table.items()
-                if getattr(op, "_schema", None) is not None and _name(op) in _TAKEN_APART
-            }
-        )
+    table: Any = torch.export.default_decompositions()
+    return {
+        op: decompose
+        for op, decompose in table.items()
+        if getattr(op, "_schema", None) is not None and _name(op) in _TAKEN_APART
+    }
 
 
 #: Operators that are made of simpler ones, in a way that loses nothing.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
@@ -15,6 +16,7 @@ from holdfast.results import NormResult
 
 GIB = 2**30
 _FIRST_MARGIN = 1e-8
+_ROOT_TWO = math.nextafter(math.sqrt(2.0), math.inf)
 _BLOCK = 256  # columns of a factor at a time
 _AT_ONCE = {"cpu": GIB / 8}  # bytes of several members of a batch: those that leave the cache gain nothing together
 
@@ -136,16 +138,20 @@ def _factor(A: Tensor, block: int) -> tuple[Tensor, Ball]:
         if start:
             S = S - A[..., start:, :start] @ A[..., start:stop, :start].mT
         top, info = torch.linalg.cholesky_ex(S[..., : stop - start, :])
-        top = top.tril()  # whatever it is, it is lower triangular
-        below = torch.linalg.solve_triangular(top.mT, S[..., stop - start :, :], upper=True, left=False)
-        L = torch.cat([top, below], -2)
+        L = top = top.tril()  # whatever it is, it is lower triangular
+        if stop < size:
+            below = torch.linalg.solve_triangular(top.mT, S[..., stop - start :, :], upper=True, left=False)
+            L = torch.cat([top, below], -2)
         residuals.append(frobenius_upper(S - L @ top.mT))
         lengths.append(frobenius_upper(L))
         A[..., start:, start:stop] = L
         holds = holds & (info == 0)
         if not bool(holds.any()):
             break
-    # Each entry below the diagonal stands twice.
-    residual = (Ball.exact(torch.stack(residuals, -1)).square().sum(-1) * 2.0).sqrt()
-    product = Ball.exact(torch.stack(lengths, -1)).square().sum(-1)
-    return holds, residual + (product + residual) * gamma(size + 4)
+    residual = Ball.exact(_together(residuals)) * _ROOT_TWO  # each entry below the diagonal stands twice
+    return holds, residual + (Ball.exact(_together(lengths)).square() + residual) * gamma(size + 4)
+
+
+def _together(norms: list[Tensor]) -> Tensor:
+    """A bound of the Frobenius norm of blocks from those of each."""
+    return norms[0] if len(norms) == 1 else frobenius_upper(torch.stack(norms, -1), (-1,))

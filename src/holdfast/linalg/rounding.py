@@ -50,12 +50,13 @@ def down(x: Tensor) -> Tensor:
 
 
 def power_of_two(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """A power of two within a factor 2 of the largest magnitude over `dims` (kept), or 1: scaling by it is exact."""
+    """A power of two within a factor 2 of the largest magnitude over `dims` (kept): scaling by it is exact.
+
+    Where that is zero or not finite, it is some power of two.
+    """
     largest = torch.linalg.vector_norm(x, math.inf, dims, keepdim=True)
-    usable = torch.isfinite(largest) & (largest > 0)
-    exponent = torch.frexp(torch.where(usable, largest, 0.5)).exponent
     most = 1020 if x.dtype == torch.float64 else 120  # its reciprocal must be representable too
-    return torch.ldexp(torch.ones_like(largest), exponent.clamp(-most, most))
+    return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent.clamp_(-most, most))
 
 
 def frobenius_upper(x: Tensor, dims: tuple[int, ...] = (-2, -1)) -> Tensor:
@@ -67,15 +68,31 @@ def frobenius_upper(x: Tensor, dims: tuple[int, ...] = (-2, -1)) -> Tensor:
 
 
 def _grow(radius: Tensor, terms: int = 1) -> Tensor:
-    """Pays for the rounding of a radius that was summed from `terms` products."""
+    """Pays, in place, for the rounding of a radius that was summed from `terms` products."""
     if radius.dtype != torch.float64:
         raise InputError(f"a bound of rounding errors met {radius.dtype}; expected float64: lift it by Ball.exact")
-    return (radius * (1.0 + (terms + 16) * 2 * UNIT)).add_((3 * terms + 8) * FLOOR)
+    return radius.mul_(1.0 + (terms + 16) * 2 * UNIT).add_((3 * terms + 8) * FLOOR)
 
 
 def _known(mid: Tensor, rad: Tensor) -> Tensor:
     """The radius, or infinity where the midpoint has overflowed: there is no bound then."""
-    return torch.where(torch.isfinite(mid), rad, math.inf)
+    return torch.where(mid.abs() < math.inf, rad, math.inf)
+
+
+def _exact(x: Tensor | Scalar) -> Tensor | float:
+    """Numbers that are taken as they are: float32 and float64 values are float64 values."""
+    # The model allows that a subnormal result is flushed to zero, but not that a subnormal operand is.
+    if FLOOR * 0.5 == 0.0:
+        raise HoldfastError(
+            "this thread takes subnormal numbers for zero, and nothing can be proved so; call "
+            "torch.set_flush_denormal(False) after the imports (a library built with -ffast-math may have set it)"
+        )
+    return x.detach().to(torch.float64) if isinstance(x, Tensor) else float(x)
+
+
+def _operand(other: Ball | Tensor | Scalar) -> tuple[Tensor | float, Tensor | None]:
+    """Midpoint and radius, which is None where the operand is exact."""
+    return (other.mid, other.rad) if isinstance(other, Ball) else (_exact(other), None)
 
 
 @dataclass(frozen=True)
@@ -88,16 +105,9 @@ class Ball:
     @classmethod
     def exact(cls, x: Tensor | Scalar, like: Tensor | None = None) -> Ball:
         """The given numbers, with radius zero: float32 and float64 values are float64 values."""
-        # The model allows that a subnormal result is flushed to zero, but not that a subnormal operand is.
-        if FLOOR * 0.5 == 0.0:
-            raise HoldfastError(
-                "this thread takes subnormal numbers for zero, and nothing can be proved so; call "
-                "torch.set_flush_denormal(False) after the imports (a library built with -ffast-math may have set it)"
-            )
-        if isinstance(x, Tensor):
-            mid = x.detach().to(torch.float64)
-        else:
-            mid = torch.tensor(float(x), dtype=torch.float64, device=None if like is None else like.device)
+        mid = _exact(x)
+        if not isinstance(mid, Tensor):
+            mid = torch.tensor(mid, dtype=torch.float64, device=None if like is None else like.device)
         return cls(mid, torch.zeros_like(mid))
 
     # -- what a ball says about the exact value
@@ -169,21 +179,26 @@ class Ball:
     # -- arithmetic
 
     def __add__(self, other: Ball | Tensor | Scalar) -> Ball:
-        other = self._lift(other)
-        mid = self.mid + other.mid
-        return Ball(mid, _grow(self.rad + other.rad + UNIT * mid.abs()))
+        mid, rad = _operand(other)
+        return self._moved(self.mid + mid, rad)
 
     def __neg__(self) -> Ball:
         return Ball(-self.mid, self.rad)
 
     def __sub__(self, other: Ball | Tensor | Scalar) -> Ball:
-        return self + (-self._lift(other))
+        mid, rad = _operand(other)
+        return self._moved(self.mid - mid, rad)
+
+    def _moved(self, mid: Tensor, rad: Tensor | None) -> Ball:
+        """The sum that was rounded to `mid`, where the other operand has this radius."""
+        spread = self.rad if rad is None else self.rad + rad
+        return Ball(mid, _grow(torch.add(spread, mid.abs(), alpha=UNIT)))
 
     def __mul__(self, other: Ball | Tensor | Scalar) -> Ball:
-        other = self._lift(other)
-        mid = self.mid * other.mid
-        rad = self.mid.abs() * other.rad + self.rad * (other.mid.abs() + other.rad) + UNIT * mid.abs()
-        return Ball(mid, _grow(rad))
+        factor, rad = _operand(other)
+        mid, size = self.mid * factor, abs(factor)
+        spread = self.rad * size if rad is None else self.mid.abs() * rad + self.rad * (size + rad)
+        return Ball(mid, _grow(torch.add(spread, mid.abs(), alpha=UNIT)))
 
     def __truediv__(self, other: Ball | Tensor | Scalar) -> Ball:
         other = self._lift(other)
