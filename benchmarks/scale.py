@@ -25,10 +25,10 @@ from rich.console import Console
 from benchmarks.harness import RESULTS, cpu_seconds, machine, save
 from holdfast.certification import Batch, Settings, certify, read_examples
 from holdfast.certification.examine import examine
-from holdfast.certification.executors import Ended, Executor, Failure, Pool, Sink, Task
-from holdfast.certification.executors.ray_cluster import AHEAD
 from holdfast.certification.lines import record_line
 from holdfast.data import load
+from holdfast.executors import Ended, Executor, Failure, Pool, Sink, Task
+from holdfast.executors.ray_cluster import AHEAD
 from holdfast.graph import Readings
 from holdfast.models import load_digits_vit
 from holdfast.network.network import Head, Network

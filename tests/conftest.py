@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Literal
 import pytest
 import torch
 
+gc.set_threshold(100_000, 20, 50)  # recording graphs makes many objects that live long: by default a fifth of its time
 pytest.register_assert_rewrite("holdfast.testing")
 sys.path.append(str(Path(sys.prefix) / "vision"))  # where `make` puts timm and torchvision
 

@@ -192,7 +192,7 @@ def test_movement_of_the_scores_is_lemma_2_to_first_order(case: Case) -> None:
 REGIMES = {"flat": (1.0, 1.0), "strong": (3.0, 1.0), "long": (1.0, 32**0.5), "peaked": (3.0, 32**0.5)}
 
 
-@pytest.mark.parametrize(("regime", "dtype"), zip(REGIMES, [torch.float32, torch.float64] * 2, strict=True))
+@pytest.mark.parametrize(("regime", "dtype"), list(zip(REGIMES, [torch.float32, torch.float64] * 2, strict=True)))
 def test_bounds_hold_against_a_strong_attack(regime: str, dtype: torch.dtype) -> None:
     norm, row = REGIMES[regime]
     case = gaussian_case(1, n=16, d=32, h=4, norm=norm, row=row)

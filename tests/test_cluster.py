@@ -24,9 +24,9 @@ from torch import Tensor
 from certify_cases import linear_network
 from holdfast import HoldfastError, InputError
 from holdfast.certification import certify, read, verify
-from holdfast.certification.executors import Executor, RayCluster
 from holdfast.data import Dataset
 from holdfast.data.dataset import checksum
+from holdfast.executors import Executor, RayCluster
 from holdfast.layers.piece import Piece
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from holdfast import HoldfastError, InputError
-from holdfast.certification.executors import Executor, InProcess, Processes, RayCluster, choose, executors
+from holdfast.executors import Executor, InProcess, Processes, RayCluster, choose, executors
 from holdfast.studies.processes import Tell, side_by_side
 from holdfast.testing.executors import ExecutorConformance
 

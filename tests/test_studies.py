@@ -23,7 +23,7 @@ from holdfast.vnnlib import Verdict
 
 #: Tries that take more than a few seconds, and those that other tests run.
 SLOW = {"jasmin", "vit", "networks", "lofast-fig3", "lofast-fig4", "words"}
-ELSEWHERE = {"images", "smoothness", "vnncomp", "castin-mean-field"}
+ELSEWHERE = {"images", "smoothness", "vnncomp", "castin-mean-field", "cifar-vit"}
 
 
 #: How the competition's networks take pixels, channel by channel.

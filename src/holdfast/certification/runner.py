@@ -17,13 +17,13 @@ from torch import nn
 from holdfast.attacks.minimal import MinimalAttack
 from holdfast.certification.batches import fitting
 from holdfast.certification.examples import Batch, Data, Examples, check_channels, enter, read_examples
-from holdfast.certification.executors import Executor, Plan, RayCluster, carry_out, choose
 from holdfast.certification.lines import Header, Record
 from holdfast.certification.settings import Normalisation, Settings
 from holdfast.certification.store import Stored, Writer, open_writer
 from holdfast.certification.workers import Examination
 from holdfast.device import check_device
 from holdfast.errors import InputError
+from holdfast.executors import Executor, Plan, RayCluster, carry_out, choose
 from holdfast.graph import Perturbation, Readings
 from holdfast.linalg.threat import Threat
 from holdfast.models.loading import load_classifier
@@ -108,7 +108,7 @@ def certify(
         batch: inputs that are treated at once; by default one on a CPU, where each is on the disk when it is done, and
             on a GPU as many as its memory has room for.
         workers: processes; on a cluster at most so many workers, by default as many as fit.
-        executor: what the batches run on: "in-process", "processes" or "ray", or one of `certification.executors` with
+        executor: what the batches run on: "in-process", "processes" or "ray", or one of `executors` with
             its own options, such as `RayCluster("10.0.0.1:6379", gpus_per_task=1)`. The records do not depend on it.
         device: where the numbers are computed, such as "cuda".
         shard: the part of the data to do; `merge` joins the parts.

@@ -9,8 +9,8 @@ from torch import nn
 
 from holdfast.certification.examine import examine
 from holdfast.certification.examples import Batch
-from holdfast.certification.executors import Emit, Task, Work
 from holdfast.certification.settings import Settings
+from holdfast.executors import Emit, Task, Work
 from holdfast.graph import Readings
 from holdfast.network.network import Network
 

@@ -16,11 +16,11 @@ from torch import nn
 from holdfast import certification
 from holdfast.certification import Shard, Verification, read
 from holdfast.certification.examples import Data, ranges, tokenised
-from holdfast.certification.executors import RayCluster
 from holdfast.cli.inputs import Html, Json, writable
 from holdfast.cli.work import INTERRUPTED, emit_json, say_written
 from holdfast.data import Dataset, load
 from holdfast.errors import InputError
+from holdfast.executors import RayCluster
 from holdfast.graph.onnx import OnnxModel
 from holdfast.graph.perturbation import read_perturbation
 from holdfast.models.loading import load_classifier, load_tokenizer

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, NoReturn, TypeVar, final
 
-from holdfast.certification.executors import Emit, InProcess, Plan, Processes, Task, Work, carry_out
 from holdfast.errors import HoldfastError
+from holdfast.executors import Emit, InProcess, Plan, Processes, Task, Work, carry_out
 
 T = TypeVar("T")
 

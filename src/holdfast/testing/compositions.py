@@ -172,10 +172,10 @@ class CompositionConformance(ABC):
     def test_float32_is_computed_in_float64(self, case: NetworkCase) -> None:
         """Weights and inputs of float32 mean the same numbers in float64, and these are near the case's own."""
         single = draw_network(case.name, torch.float32)
-        of_floats = certify_inputs(single.network, single.x.float(), method=self.name())
-        of_doubles = certify_inputs(single.network, single.x, method=self.name())
-        assert [record.radius for record in of_floats] == [record.radius for record in of_doubles]
-        self._same(torch.tensor(of_floats[0].radius, dtype=torch.float64)[None], self._proved(case).radius)
+        (of_floats,) = certify_inputs(single.network, single.x[:1].float(), method=self.name())
+        (of_doubles,) = certify_inputs(single.network, single.x[:1], method=self.name())
+        assert of_floats.radius == of_doubles.radius
+        self._same(torch.tensor([of_floats.radius], dtype=torch.float64), self._proved(case).radius)
 
     # -- helpers
 

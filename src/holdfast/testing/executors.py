@@ -11,8 +11,8 @@ from typing import Any, final
 
 import pytest
 
-from holdfast.certification.executors import Emit, Executor, Plan, Task, Work, carry_out
 from holdfast.errors import HoldfastError, InputError
+from holdfast.executors import Emit, Executor, Plan, Task, Work, carry_out
 
 Numbers = tuple[int, ...]
 

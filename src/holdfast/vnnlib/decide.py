@@ -6,8 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from typing import Literal, final
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 
 from holdfast.compositions import compositions, forms
 from holdfast.errors import HoldfastError, InputError, MemoryLimitError, NotApplicableError
+from holdfast.executors import Emit, Processes, Task, Work
 from holdfast.graph import to_network
 from holdfast.graph.onnx import OnnxModel
 from holdfast.layers.linear.piece import Affine
@@ -264,30 +263,22 @@ def _all_lead(questions: Sequence[_Question], seconds: float = 0.0) -> LeadProof
 
 def _in_time(questions: Sequence[_Question], deadline: float) -> LeadProof | None:
     """The same in a process of its own; None where the deadline comes first."""
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    left = max(0.0, deadline - time.monotonic())
-    process = context.Process(target=_prove, args=(theirs, questions, torch.get_num_threads(), left), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(max(0.0, deadline - time.monotonic())):
-            return None
-        answer: LeadProof | HoldfastError = ours.recv()
-    except (EOFError, ConnectionError):
-        raise HoldfastError("the proof ended early: memory may have run out; nothing is decided") from None
-    finally:
-        process.terminate()
-        process.join()
-        ours.close()
-    if isinstance(answer, HoldfastError):
-        raise answer
-    return answer
+    proofs = list[LeadProof]()
+    with Processes().open(_Prove(), lambda values: proofs.extend(proof for _, proof in values), 1) as pool:
+        pool.submit(0, (questions, max(0.0, deadline - time.monotonic())))
+        while not proofs and (left := deadline - time.monotonic()) > 0:
+            for ended in pool.wait(left):
+                if ended.failure is not None:
+                    raise ended.failure.error or HoldfastError(f"nothing is decided: {ended.failure.reason}")
+    return proofs[0] if proofs else None
 
 
-def _prove(pipe: Connection, questions: Sequence[_Question], threads: int, seconds: float) -> None:
-    torch.set_num_threads(threads)
-    try:
-        pipe.send(_all_lead(questions, seconds))
-    except HoldfastError as error:
-        pipe.send(error)
+@final
+class _Prove(Task[tuple[Sequence[_Question], float]]):
+    """Questions, and how many seconds there are for them."""
+
+    def start(self) -> Work[tuple[Sequence[_Question], float]]:
+        def work(item: tuple[Sequence[_Question], float], emit: Emit) -> None:
+            emit(_all_lead(*item))
+
+        return work

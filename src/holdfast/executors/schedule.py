@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic
 
-from holdfast.certification.executors.base import Executor, Failure, Item, Task
 from holdfast.errors import HoldfastError
+from holdfast.executors.base import Executor, Failure, Item, Task
 
 #: How often an item may lose its worker; workers end for reasons of their own, too.
 LOSSES = 3

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast.certification.executors.base import Emit, Ended, Executor, Failure, Pool, Sink, Task, Work
-from holdfast.certification.executors.in_process import InProcess
-from holdfast.certification.executors.processes import Processes
-from holdfast.certification.executors.ray_cluster import RayCluster
-from holdfast.certification.executors.schedule import Plan, carry_out
+from holdfast.executors.base import Emit, Ended, Executor, Failure, Pool, Sink, Task, Work
+from holdfast.executors.in_process import InProcess
+from holdfast.executors.processes import Processes
+from holdfast.executors.ray_cluster import RayCluster
+from holdfast.executors.schedule import Plan, carry_out
 from holdfast.registry import Registry
 
 #: By name: what makes an executor with so many workers, or with as many as are usual for it.

@@ -12,8 +12,8 @@ from typing import Any, final
 
 import torch
 
-from holdfast.certification.executors.base import Ended, Executor, Failure, Item, Pool, Sink, Task, attempt
 from holdfast.errors import HoldfastError, InputError
+from holdfast.executors.base import Ended, Executor, Failure, Item, Pool, Sink, Task, attempt
 
 _BEGUN, _EMITTED, _ENDED = "begun", "emitted", "ended"
 
@@ -84,10 +84,10 @@ class _Family(Pool[Item]):
         with suppress(ConnectionError):  # the next look at its pipe tells
             child.pipe.send(item)
 
-    def wait(self) -> list[Ended]:
+    def wait(self, seconds: float | None = None) -> list[Ended]:
         by_pipe = {child.pipe: child for child in self._children if child.ticket is not None}
         values, ended = list[tuple[int, Any]](), list[Ended]()
-        for pipe in connection.wait(list(by_pipe)):
+        for pipe in connection.wait(list(by_pipe), seconds):
             assert isinstance(pipe, Connection)
             child = by_pipe[pipe]
             assert child.ticket is not None

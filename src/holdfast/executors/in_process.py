@@ -8,7 +8,7 @@ from typing import Any, final
 
 import torch
 
-from holdfast.certification.executors.base import Ended, Executor, Item, Pool, Sink, Task, attempt
+from holdfast.executors.base import Ended, Executor, Item, Pool, Sink, Task, attempt
 
 
 @final
@@ -51,7 +51,7 @@ class _Here(Pool[Item]):
     def submit(self, ticket: int, item: Item) -> None:
         self._next = ticket, item
 
-    def wait(self) -> list[Ended]:
+    def wait(self, seconds: float | None = None) -> list[Ended]:
         assert self._next is not None
         ticket, item = self._next
 

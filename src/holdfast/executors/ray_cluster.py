@@ -18,8 +18,8 @@ from typing import Any, final
 
 import torch
 
-from holdfast.certification.executors.base import Ended, Executor, Failure, Item, Pool, Sink, Task, attempt
 from holdfast.errors import HoldfastError, InputError
+from holdfast.executors.base import Ended, Executor, Failure, Item, Pool, Sink, Task, attempt
 from holdfast.extras import require
 from holdfast.version import __version__
 
@@ -128,13 +128,13 @@ class _Crew(Pool[Item]):
         return sum(AHEAD - len(member.items) for member in self._members)
 
     def submit(self, ticket: int, item: Item) -> None:
-        member = min(self._members, key=lambda each: len(each.items))
+        member = min(self._members, key=lambda member: len(member.items))
         member.items.append((ticket, member.actor.do.options(num_returns="streaming").remote(item)))
 
-    def wait(self) -> list[Ended]:
+    def wait(self, seconds: float | None = None) -> list[Ended]:
         self._recruit()
         working = {member.items[0][1]: member for member in self._members if member.items}
-        ready = self._ready([*working, *self._starting])
+        ready = self._ready([*working, *self._starting], LOOK if seconds is None else min(LOOK, seconds))
         values, ended = list[tuple[int, Any]](), list[Ended]()
         for reference in ready:
             if reference in self._starting:
@@ -145,12 +145,12 @@ class _Crew(Pool[Item]):
             self._sink(values)
         return ended
 
-    def _ready(self, watched: list[Any]) -> list[Any]:
+    def _ready(self, watched: list[Any], seconds: float) -> list[Any]:
         """Which of them have something to tell, as soon as one has; none after a while."""
         if not watched:
-            time.sleep(LOOK)
+            time.sleep(seconds)
             return []
-        first, _ = self._ray.wait(watched, num_returns=1, timeout=LOOK)
+        first, _ = self._ray.wait(watched, num_returns=1, timeout=seconds)
         if not first:
             return []
         ready: list[Any] = self._ray.wait(watched, num_returns=len(watched), timeout=0)[0]

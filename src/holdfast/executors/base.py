@@ -85,8 +85,12 @@ class Pool(ABC, Generic[Item]):
         """Takes an item."""
 
     @abstractmethod
-    def wait(self) -> list[Ended]:
-        """Hands on what has arrived and says what has ended; waits a while for something to happen."""
+    def wait(self, seconds: float | None = None) -> list[Ended]:
+        """Hands on what has arrived and says what has ended; waits a while for something to happen.
+
+        Args:
+            seconds: no longer than that, unless this process is the worker.
+        """
 
 
 class Executor(ABC):
