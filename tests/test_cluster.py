@@ -35,8 +35,6 @@ from holdfast.results import CertificationRun
 from holdfast.testing.executors import ExecutorConformance
 
 pytestmark = pytest.mark.cluster
-ray = pytest.importorskip("ray")
-cluster_utils = pytest.importorskip("ray.cluster_utils")
 
 BATCH = 3
 NODE = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
@@ -46,6 +44,7 @@ QUICK = {"health_check_period_ms": 500, "health_check_failure_threshold": 3, "he
 
 def start_cluster() -> Any:
     """A head without a worker, for the driver, and two nodes with one each."""
+    cluster_utils = pytest.importorskip("ray.cluster_utils")  # here: it takes long, and this file is always collected
     head = NODE | {"num_cpus": 0, "include_dashboard": False, "_system_config": QUICK}
     cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
     for _ in range(2):
@@ -58,13 +57,13 @@ def start_cluster() -> Any:
 def cluster() -> Iterator[Any]:
     cluster = start_cluster()
     yield cluster
-    ray.shutdown()
     cluster.shutdown()
 
 
 @pytest.fixture
 def connected(cluster: Any) -> Iterator[Any]:
     """This process as a driver, with two nodes that are there."""
+    ray = pytest.importorskip("ray")
     while len(cluster.worker_nodes) < 2:
         cluster.add_node(**NODE)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")

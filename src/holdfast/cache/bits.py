@@ -83,13 +83,13 @@ def cache_bits(
         raise InputError(f"bits is {tuple(bits)}; expected different numbers in growing order")
     rows = []
     for name, (layer, x) in layers.items():
-        found = {b: _relative(layer, x, b, attack) for b in bits}
-        heads = torch.stack([each[1] for each in found.values()])  # (bits, h)
-        movement = {b: each[0] for b, each in found.items()}
+        moved = {b: _relative(layer, x, b, attack) for b in bits}
+        heads = torch.stack([of_heads for _, of_heads in moved.values()])  # (bits, h)
+        movement = {b: of_layer for b, (of_layer, _) in moved.items()}
         rows.append(
             LayerBits(
                 name,
-                actual=next((b for b, (moved, _, _) in movement.items() if moved <= tolerance), None),
+                actual=next((b for b, (actual, _, _) in movement.items() if actual <= tolerance), None),
                 proved=next((b for b, (_, _, value) in movement.items() if value <= tolerance), None),
                 heads=tuple(_first(bits, heads[:, i] <= tolerance) for i in range(heads.shape[1])),
                 movement=movement,

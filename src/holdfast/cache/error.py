@@ -153,11 +153,11 @@ class _Cache:
 
     def inside(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The nearest cache whose every entry is, exactly, within its bound."""
-        found = []
+        nearest = []
         for t, exact, error in ((keys, self.keys, self.key_error), (values, self.values, self.value_error)):
             room = (error * (1 - 1e-12) - exact.rad * 2 - exact.mid.abs() * 2.0**-50).clamp(min=0.0)
-            found.append(torch.minimum(torch.maximum(t, exact.mid - room), exact.mid + room))
-        return found[0], found[1]
+            nearest.append(torch.minimum(torch.maximum(t, exact.mid - room), exact.mid + room))
+        return nearest[0], nearest[1]
 
 
 def _stored(how: Stored, exact: Ball, name: str, per: Per) -> tuple[Tensor, Tensor]:
@@ -279,8 +279,8 @@ class _Bound:
         missing = (1 - p.sum(-1)).clamp(min=0.0) * torch.linalg.vector_norm(y, dim=-1)
         spread = (p * far).sum(-1) + (missing if layer.sinks is not None else 0.0)
         errors = torch.linalg.vector_norm(self._error, dim=-1).amax(-1, keepdim=True)
-        found: Tensor = (((2 * self._apart.amax(-1)).expm1() * spread + errors) * W.unsqueeze(-1)).sum(-2)
-        return found * (1 + 1e-9)
+        moved: Tensor = (((2 * self._apart.amax(-1)).expm1() * spread + errors) * W.unsqueeze(-1)).sum(-2)
+        return moved * (1 + 1e-9)
 
 
 def _size(t: Ball) -> Tensor:
@@ -297,8 +297,8 @@ def _climbed(cache: _Cache, start: tuple[Tensor, Tensor], token: int | None, see
 
     def moved(keys: Tensor, values: Tensor) -> Tensor:
         lengths = torch.linalg.vector_norm(cache.attend(query, keys, values, w_o) - here, dim=-1)
-        found: Tensor = lengths.square().sum(-1) if token is None else lengths[..., token]
-        return found
+        length: Tensor = lengths.square().sum(-1) if token is None else lengths[..., token]
+        return length
 
     def corner(signs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         keys, values = (t + e * s for t, e, s in zip(exact, errors, signs, strict=True))

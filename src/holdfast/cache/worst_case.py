@@ -31,7 +31,7 @@ def largest_means(
     top = (scores + apart).amax(-1, keepdim=True)
     high, low = (scores + apart - top).exp(), (scores - apart - top).exp()
     size = a.abs().amax((-2, -1), keepdim=True)  # (…, 1, 1)
-    found = torch.empty(*batch, n, c, dtype=torch.float64, device=scores.device)
+    largest = torch.empty(*batch, n, c, dtype=torch.float64, device=scores.device)
     step = max(1, _BLOCK // max(1, batch.numel() * c * m))
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
@@ -45,8 +45,8 @@ def largest_means(
         # A cut before the first key is never better than one behind it. Where the box is so wide that all weights of a
         # cut may underflow, the largest value does.
         mean = torch.where(weight > 1e-250, moment / weight, ordered[..., :1])
-        found[..., rows, :] = mean.amax(-1)
+        largest[..., rows, :] = mean.amax(-1)
     # The exponents are rounded, and so are the weights and their sums; a mean of numbers of this size moves by less
     # than that. What underflowed is below 1e-50 of the rest.
     exponents = (scores.masked_fill(scores == -torch.inf, 0.0).abs() + apart).amax((-2, -1), keepdim=True)
-    return found + size * (16 * (m + 64) * UNIT + 16 * UNIT * exponents + m * 1e-49)
+    return largest + size * (16 * (m + 64) * UNIT + 16 * UNIT * exponents + m * 1e-49)

@@ -73,14 +73,19 @@ class Curve:
     def __init__(self, grid: Grid, evaluate: Callable[[Tensor], Tensor]) -> None:
         self._grid, self._evaluate = grid, evaluate
         self._known: dict[int, Tensor] = {}
+        self._table: tuple[Int64[Tensor, " k"], Float64[Tensor, "b k"]] | None = None
 
     def __call__(self, level: Int64[Tensor, "b e"]) -> Float64[Tensor, "b e"]:
         """The bound at the radius of each level; infinite at `BEYOND`."""
-        for at in set(torch.unique(level).tolist()) - self._known.keys() - {BEYOND}:
+        new = set(level.flatten().tolist()) - self._known.keys() - {BEYOND}
+        for at in new:
             # One level at a time: what is known of it must not depend on what else was asked for.
             radius = self._grid.radius(level.new_tensor([[at]]).expand(level.shape[0], 1))
             self._known[at] = or_unbounded(self._evaluate(radius)).expand_as(radius)[:, 0]
-        self._known.setdefault(BEYOND, torch.full(level.shape[:1], math.inf, dtype=torch.float64, device=level.device))
-        levels = sorted(self._known)
-        table = torch.stack([self._known[at] for at in levels], -1)
-        return table.gather(-1, torch.searchsorted(level.new_tensor(levels), level))
+        if new or self._table is None:
+            beyond = torch.full(level.shape[:1], math.inf, dtype=torch.float64, device=level.device)
+            self._known.setdefault(BEYOND, beyond)
+            levels = sorted(self._known)
+            self._table = level.new_tensor(levels), torch.stack([self._known[at] for at in levels], -1)
+        levels_known, values = self._table
+        return values.gather(-1, torch.searchsorted(levels_known, level))

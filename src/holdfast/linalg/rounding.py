@@ -68,10 +68,10 @@ def frobenius_upper(x: Tensor, dims: tuple[int, ...] = (-2, -1)) -> Tensor:
 
 
 def _grow(radius: Tensor, terms: int = 1) -> Tensor:
-    """Pays, in place, for the rounding of a radius that was summed from `terms` products."""
+    """Pays for the rounding of a radius that was summed from `terms` products."""
     if radius.dtype != torch.float64:
         raise InputError(f"a bound of rounding errors met {radius.dtype}; expected float64: lift it by Ball.exact")
-    return radius.mul_(1.0 + (terms + 16) * 2 * UNIT).add_((3 * terms + 8) * FLOOR)
+    return (radius * (1.0 + (terms + 16) * 2 * UNIT)).add_((3 * terms + 8) * FLOOR)
 
 
 def _known(mid: Tensor, rad: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class Ball:
 
     def __mul__(self, other: Ball | Tensor | Scalar) -> Ball:
         factor, rad = _operand(other)
-        mid, size = self.mid * factor, abs(factor)
+        mid, size = self.mid * factor, factor.abs() if isinstance(factor, Tensor) else abs(factor)
         spread = self.rad * size if rad is None else self.mid.abs() * rad + self.rad * (size + rad)
         return Ball(mid, _grow(torch.add(spread, mid.abs(), alpha=UNIT)))
 

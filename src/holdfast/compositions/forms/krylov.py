@@ -80,9 +80,12 @@ def _multiplier(w: Tensor, c: Tensor, r: float) -> float:
     """The least μ >= 0 with w + μ > 0 and ‖c/(w + μ)‖ <= r."""
     low = max(0.0, -float(w[0]))
     high = low + float(torch.linalg.vector_norm(c)) / r
+    pairs = list(zip(c.tolist(), w.tolist(), strict=True))  # few numbers, many steps: tensors would only be in the way
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if float(torch.linalg.vector_norm(c / (w + middle))) <= r:
+        if not low < middle < high:
+            break
+        if math.hypot(*(a / (b + middle) for a, b in pairs)) <= r:
             high = middle
         else:
             low = middle
