@@ -26,7 +26,7 @@ from holdfast.linalg import (
     thin_norm,
     upper,
 )
-from holdfast.linalg.lanczos import _dominant
+from holdfast.linalg.lanczos import _dominant, top_eigenvalue
 from holdfast.linalg.operator import _symmetric_product
 from holdfast.linalg.rounding import frobenius_upper
 from holdfast.linalg.squarings import gram_norm
@@ -265,7 +265,7 @@ def test_a_wrong_factor_cannot_lower_the_bound(
         monkeypatch.setattr(certified, "_BLOCK", block)
         proved = certified._shifted(gram.matrix, tensor([float(scaled) * shift])).item()
         assert scaled <= min(proved, FLOAT_MAX)
-        monkeypatch.setattr(certified, "_largest_eigenvalue", lambda G, _, guess=float(scaled) * shift: tensor([guess]))
+        monkeypatch.setattr(certified, "_largest_eigenvalue", lambda *_, guess=float(scaled) * shift: tensor([guess]))
         assert is_above(upper(operator).value, square)
 
 
@@ -279,7 +279,7 @@ eigenvalue = certified._largest_eigenvalue
 def test_a_wrong_guess_cannot_lower_the_bound(
     matrix: Tensor, square: int, guess: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(certified, "_largest_eigenvalue", lambda G, tolerance: eigenvalue(G, tolerance) * guess)
+    monkeypatch.setattr(certified, "_largest_eigenvalue", lambda *arguments: eigenvalue(*arguments) * guess)
     monkeypatch.setattr(certified, "_FIRST_MARGIN", 1e-17)
     value = upper(MatrixOperator(matrix)).value
     assert is_above(value, square)
@@ -504,6 +504,21 @@ by_function = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTI
 def jacobian(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     J: Tensor = torch.func.jacrev(function)(x)
     return J.reshape(-1, x.numel())
+
+
+@pytest.mark.parametrize("scale", [1e-150, 1.0, 1e200])
+def test_top_eigenvalues_of_many_matrices(scale: float) -> None:
+    """Spread, close together, of rank one, all alike, zero, and not a number, in one batch."""
+    spectra = [torch.linspace(0, 1, 120), 1 - torch.arange(120) * 1e-5, torch.eye(120)[0], torch.ones(120)]
+    Q = torch.linalg.qr(noise(120, 120)).Q
+    known_ones = torch.stack([(Q * spectrum.to(FLOAT64)) @ Q.mT for spectrum in spectra])
+    odd_ones = torch.stack([torch.zeros(120, 120, dtype=FLOAT64), torch.full((120, 120), math.nan, dtype=FLOAT64)])
+    values = top_eigenvalue(
+        torch.cat([known_ones, odd_ones]) * scale, torch.full((6,), 11 * scale, dtype=FLOAT64), 1e-9
+    )
+    torch.testing.assert_close(values[:4] / scale, torch.ones(4, dtype=FLOAT64), rtol=1e-8, atol=0)
+    assert values[4] == 0
+    assert values[5].isnan()
 
 
 @by_function

@@ -17,7 +17,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from holdfast.errors import HoldfastError, InputError
-from holdfast.linalg.rounding import FLOOR, UNIT, Ball, down, frobenius, frobenius_upper, gamma, lift, power_of_two, up
+from holdfast.linalg.rounding import (
+    FLOOR,
+    UNIT,
+    Ball,
+    down,
+    frobenius,
+    frobenius_upper,
+    gamma,
+    lift,
+    power_of_two,
+    product_error,
+    up,
+)
 
 Exact = np.ndarray[Any, Any]  # of Fraction
 Case = tuple[Ball, Exact]  # a ball and one of its members
@@ -392,6 +404,23 @@ def test_norms_of_nothing_and_over_other_dimensions() -> None:
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_no_norm_of_what_is_not_finite(bad: float) -> None:
     assert not frobenius_upper(tensor([[1.0, bad]])).item() < math.inf
+
+
+@pytest.mark.parametrize(("relative", "scale"), [(0.0, 1.0), (1e-9, 1.0), (1e-9, 1e150), (1e-3, 1e-170)])
+def test_a_product_is_off_by_no_more_than_its_factors_allow(relative: float, scale: float) -> None:
+    g = torch.Generator().manual_seed(2)
+    left, right, other = (torch.randn(m, n, generator=g, dtype=torch.float64) for m, n in ((3, 7), (7, 5), (3, 5)))
+    right, other = right * scale, other * scale
+    balls = [Ball(x, x.abs() * relative) for x in (left, right)]
+    product = left @ right
+    for roundings, computed in ((0, product), (1, product + other)):
+        bound = Fraction(product_error(*balls, roundings=roundings).upper.item())
+        if roundings:  # the other term is exact, and its part of the rounding is counted where it comes from
+            bound += Fraction(gamma(1)) * Fraction(frobenius_upper(other).item())
+        for L, R in zip(members(balls[0], 6), members(balls[1], 6, seed=1), strict=True):
+            off = exact(computed) - L @ R - (exact(other) if roundings else 0)
+            assert (off * off).sum() <= bound**2
+    assert product_error(*balls).upper.item() <= 8 * (relative + 1e-14) * frobenius_upper(product).item() + 1e-300
 
 
 # -- the assumptions and the small tools

@@ -15,7 +15,6 @@ from holdfast.attention.measure import WeightedJacobian
 from holdfast.attention.moments import RowMoments, ScoreMoments
 from holdfast.attention.query_path import QueryBlocks
 from holdfast.linalg import Ball, FunctionJacobian, LinearOperator, MatrixOperator, ProvableOperator
-from holdfast.linalg.operator import SymmetricMatrix
 from holdfast.testing import OperatorConformance, ProvableConformance, cases
 from tables import concrete, in_the_table
 
@@ -108,11 +107,6 @@ class TestValueCovariance(ProvableConformance):
 class TestMatrixOperator(ProvableConformance):
     def build(self, layer: AttentionLayer, x: Tensor) -> MatrixOperator:
         return MatrixOperator(x)
-
-
-class TestSymmetricMatrix(OperatorConformance):
-    def build(self, layer: AttentionLayer, x: Tensor) -> SymmetricMatrix:
-        return SymmetricMatrix(x @ x.mT)
 
 
 class TestEnclosedMatrix(ProvableConformance):

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from holdfast.attention.rows import AnyRows, as_rows
-from holdfast.linalg.operator import Gram, MatrixOperator, ProvableOperator
+from holdfast.linalg.operator import Gram, MatrixOperator, ProvableOperator, members
 from holdfast.linalg.rounding import Ball, as_ball
 
 
@@ -46,7 +46,7 @@ class ValueCovariance(ProvableOperator):
         return 8 * self.codomain.numel() * self.domain.numel()
 
     def part(self, start: int, stop: int) -> MatrixOperator:
-        index = torch.unravel_index(torch.arange(start, stop, device=self.device), self.batch)
+        index = members(start, stop, self.batch, self.device)
         p = self._p.movedim(-3, -2)[index]
         values = as_ball(self._values.multiplied())
         values = values.expand(*self.batch[:-1], *values.shape[-3:])[index[:-1]]

@@ -11,12 +11,13 @@ from holdfast.attention.layer import AttentionLayer
 from holdfast.attention.paths import paths
 from holdfast.attention.rotary import Rotary
 from holdfast.linalg.operator import Enclosure
-from holdfast.linalg.rounding import Ball, frobenius_upper
+from holdfast.linalg.rounding import Ball, frobenius_upper, product_error
 
 if TYPE_CHECKING:
     from holdfast.attention.jacobian import Folded, FoldedValues
 
-_CHUNK_DOUBLES = 2**23  # rows of a matrix are assembled in pieces of about this size
+_CHUNK_DOUBLES = 2**23  # a matrix is assembled in pieces of about this size …
+_CACHED = {"cpu": 2**18}  # … or of this, which stays in the cache, where the pieces are rows
 
 
 class ScoreRows(ABC):
@@ -26,8 +27,11 @@ class ScoreRows(ABC):
     """
 
     @abstractmethod
-    def key_rows(self, moved: Ball, rows: slice) -> Ball:
-        """Σ_l p_ij Cᵀ(x_j - ȳ_i) (∂s_ij/∂x_j)ᵀ: (b, r, d_out, n, d)."""
+    def key_factors(self, moved: Ball, rows: slice) -> tuple[Ball, Ball]:
+        """Of Σ_l p_ij Cᵀ(x_j - ȳ_i) (∂s_ij/∂x_j)ᵀ, (b, r, n, d_out, d): (b, r, n, d_out, h) and (b, r, n, h, d).
+
+        Where the second is the same for all j, (b, r, 1, n d_out, h) and (b, r, 1, h, d).
+        """
 
     @abstractmethod
     def query_blocks(self, moved: Ball, rows: slice) -> Ball:
@@ -41,10 +45,10 @@ class PlainScores(ScoreRows):
     def __init__(self, f: Folded[Ball]) -> None:
         self._f = f
 
-    def key_rows(self, moved: Ball, rows: slice) -> Ball:
+    def key_factors(self, moved: Ball, rows: slice) -> tuple[Ball, Ball]:
         b, r, h, n, d_out = moved.shape
         key = self._f.key[..., rows, :].movedim(-3, -2)
-        return (moved.reshape(b, r, h, n * d_out).mT @ key).reshape(b, r, n, d_out, -1).movedim(-2, -3)
+        return moved.reshape(b, r, 1, h, n * d_out).mT, key.unsqueeze(2)
 
     def query_blocks(self, moved: Ball, rows: slice) -> Ball:
         b, r, h, n, d_out = moved.shape
@@ -62,12 +66,11 @@ class TurnedScores(ScoreRows):
         parts, self._w, self._rotary = layer.run(x), layer.weights(x), rotary
         self._q, self._k = parts.q * layer.scale, parts.k * layer.scale
 
-    def key_rows(self, moved: Ball, rows: slice) -> Ball:
+    def key_factors(self, moved: Ball, rows: slice) -> tuple[Ball, Ball]:
         b, r, h, n, _ = moved.shape
         q = self._q[..., rows, :].movedim(-3, -2).reshape(b, r, h, 1, -1).expand(b, r, h, n, self._q.shape[-1])
         back = self._rotary.turn_back(q.movedim(1, 0)).movedim(0, 1)
-        key = (back @ self._w.w_k.mT).movedim(2, 3)
-        return (moved.movedim(2, 3).mT @ key).movedim(2, 3)
+        return moved.movedim(2, 3).mT, (back @ self._w.w_k.mT).movedim(2, 3)
 
     def query_blocks(self, moved: Ball, rows: slice) -> Ball:
         b, r, h, _, d_out = moved.shape
@@ -81,22 +84,29 @@ def enclose_rows(f: FoldedValues[Ball], residual: float, scores: ScoreRows | Non
     b, h, n, _ = f.p.shape
     _, d, d_out = f.c.shape
     J = f.p.mid.new_empty(b, n, d_out, n, d)
+    c = f.c.mT.reshape(h, d_out * d)
     squares = Ball.exact(J.new_zeros(b))
-    step = max(1, _CHUNK_DOUBLES // (b * n * max(d_out * d, h * d_out, h * d)))
+    at_once = min(_CHUNK_DOUBLES, _CACHED.get(J.device.type, _CHUNK_DOUBLES))
+    step = max(1, at_once // (b * n * max(d_out * d, h * d_out, h * d)))
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
-        index = torch.arange(rows.stop - start, device=J.device)
-        block = _value_rows(f, rows)
+        p = f.p[..., rows, :].movedim(-3, -1)
+        block = p.mid @ c.mid  # Σ_l p_ij C_l
+        error = product_error(p, c, roundings=h)  # it may be summed with the h terms of the next one
         own = Ball.exact(residual * torch.eye(d_out, d, dtype=torch.float64, device=J.device))
         if scores is not None:
             moved = _moved(f, rows)
-            block = block + scores.key_rows(moved, rows)
-            own = own + scores.query_blocks(moved, rows).movedim(1, 0)
-        own = block[:, index, :, index + start] + own
-        block.mid[:, index, :, index + start] = own.mid
-        block.rad[:, index, :, index + start] = own.rad
-        J[:, rows] = block.mid
-        squares = squares + Ball.exact(frobenius_upper(block.rad, (-4, -3, -2, -1))).square()
+            left, right = scores.key_factors(moved, rows)
+            blocks = block.view(-1, left.shape[-2], d)
+            blocks.baddbmm_(left.mid.flatten(0, 2), right.mid.flatten(0, 2))
+            error = error + frobenius_upper(product_error(left, right, roundings=1).upper, (-1,))
+            own = own + scores.query_blocks(moved, rows)
+        block = block.reshape(b, -1, n, d_out, d)
+        index = torch.arange(rows.stop - start, device=J.device)
+        own = own + block[:, index, index + start]
+        block[:, index, index + start] = own.mid
+        J[:, rows] = block.movedim(-2, -3)
+        squares = squares + (error + frobenius_upper(own.rad)).square().sum(-1)
     return Enclosure(J.reshape(b, n * d_out, n * d), squares.sqrt().upper)
 
 
@@ -113,13 +123,6 @@ def enclose_columns(layer: AttentionLayer, x: Ball) -> Enclosure:
         J[..., start:stop] = columns.mid.flatten(2).movedim(0, -1)
         squares = squares + Ball.exact(frobenius_upper(columns.rad, (-4, -2, -1))).square()
     return Enclosure(J, squares.sqrt().upper)
-
-
-def _value_rows(f: FoldedValues[Ball], rows: slice) -> Ball:
-    """Σ_l p_ij C_l for the queries `rows`: (b, r, d_out, n, d)."""
-    h, d, d_out = f.c.shape
-    p = f.p[..., rows, :].movedim(-3, -1)
-    return (p @ f.c.reshape(h, d * d_out)).reshape(*p.shape[:-1], d, d_out).movedim(-1, -3)
 
 
 def _moved(f: FoldedValues[Ball], rows: slice) -> Ball:

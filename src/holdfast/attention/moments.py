@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from holdfast.attention.rows import AnyRows, as_rows
-from holdfast.linalg.operator import Gram, MatrixOperator, ProvableOperator
-from holdfast.linalg.rounding import FLOOR, Ball, as_ball, frobenius_upper, gamma
+from holdfast.linalg.operator import Gram, MatrixOperator, ProvableOperator, members
+from holdfast.linalg.rounding import Ball, as_ball, frobenius_upper, gamma, product_error
 
 _CHUNK = {"cpu": 2**18, "cuda": 2**27}  # numbers of a few rows of blocks
 
@@ -70,7 +70,7 @@ class RowMoments(ProvableOperator):
 
     def part(self, start: int, stop: int) -> MatrixOperator:
         """The rows as matrices: any centre gives an upper bound, so the rounded mean serves as an exact one."""
-        index = torch.unravel_index(torch.arange(start, stop, device=self.device), self.batch)
+        index = members(start, stop, self.batch, self.device)
         h, n = self.codomain
         V = self._rows.of_queries(self.batch[:-1], index)
         w = self._w.movedim(-3, -2)[index]
@@ -123,7 +123,7 @@ class ScoreMoments(ProvableOperator):
 
     def part(self, start: int, stop: int) -> ScoreMoments:
         batch = self.batch or torch.Size((1,))
-        index = torch.unravel_index(torch.arange(start, stop, device=self.device), batch)
+        index = members(start, stop, batch, self.device)
         h, n, _ = self.codomain
         query, key = (rows.members(batch, index) for rows in (self._query, self._key))
         return ScoreMoments(query, key, self._w.expand(*batch, h, n, n)[index], centred=self._centred)
@@ -160,13 +160,12 @@ class ScoreMoments(ProvableOperator):
         G = G.reshape(-1, n * d, n * d).baddbmm_(pulled.mid, pulled.mid.mT, alpha=-1.0)
         size, slack = Ball.exact(frobenius_upper(pulled.mid)), Ball.exact(frobenius_upper(pulled.rad))
         error = size.square() * gamma(pulled.shape[-1] + 4) + size * slack * 2.0 + slack.square()
-        # Block by block ‖(L + δL)(R + δR) - fl(LR)‖_F <= ‖δL‖‖R + δR‖ + ‖L‖‖δR‖ + γ‖L‖‖R‖, in Frobenius norms.
-        long, wide = (Ball.exact(frobenius_upper(part)) for part in (left.mid, left.rad))
-        tall, high = (Ball.exact(frobenius_upper(part)) for part in (right.mid, right.rad))
-        blocks = wide * (tall + high) + long * high + long * tall * gamma(left.shape[-1]) + left.shape[-1] * d * FLOOR
-        error = error + Ball.exact(frobenius_upper(blocks.upper)) * 2.0 + frobenius_upper(own.rad, (-3, -2, -1))
-        size = Ball.exact(frobenius_upper((long * tall).upper)) * 2.0 + frobenius_upper(own.mid, (-3, -2, -1))
-        bound = (error + size * gamma(8)).upper
+        # The blocks left @ right and `own` are summed, and then with all terms of the last product, in any order.
+        sums = pulled.shape[-1] + 4
+        blocks = frobenius_upper(product_error(left, right, roundings=sums).upper)
+        diagonal = Ball.exact(frobenius_upper(own.mid, (-3, -2, -1))) * gamma(sums)
+        diagonal = diagonal + frobenius_upper(own.rad, (-3, -2, -1))
+        bound = (error + Ball.exact(blocks) * 2.0 + diagonal).upper
         return Gram(G, bound, torch.ones_like(bound))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from holdfast.attention.jacobian import Folded
 from holdfast.attention.rows import AnyRows, as_rows
-from holdfast.linalg.operator import Gram, MatrixOperator, ProvableOperator
+from holdfast.linalg.operator import Gram, MatrixOperator, ProvableOperator, members
 from holdfast.linalg.rounding import Ball, as_ball
 
 
@@ -60,7 +60,7 @@ class QueryBlocks(ProvableOperator):
         )
 
     def part(self, start: int, stop: int) -> MatrixOperator:
-        index = torch.unravel_index(torch.arange(start, stop, device=self.device), self.batch)
+        index = members(start, stop, self.batch, self.device)
         (d,), (d_out,) = self.domain, self.codomain
         p = self._p.movedim(-3, -2)[index]
         values, query = (rows.of_queries(self.batch[:-1], index) for rows in (self._values, self._query))

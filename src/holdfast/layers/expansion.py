@@ -30,6 +30,7 @@ from holdfast.linalg.squarings import thin_gram_norm
 
 GAMMA = 2.0**-40  # of N = 2¹², twice
 _COEFFICIENTS = 16.0
+_PAIRS = 512  # pairs of directions that are looked at together
 
 
 class LocalExpansion(ABC):
@@ -128,6 +129,11 @@ class LocalExpansion(ABC):
         wide = thin_gram_norm((H * self.directions.count.sqrt().reshape(-1, 1, 1, 1)).movedim(0, -1))
         smaller = forms.wide(forms.root(along) <= wide)
         return torch.where(smaller, along, forms.unit(along, wide)) / 4
+
+    @final
+    def _some_pairs(self) -> tuple[Tensor, ...]:
+        """All pairs of directions, a few at a time: what is formed along all of them at once holds the most memory."""
+        return torch.split(torch.arange(len(self.directions.first), device=self.u.device), _PAIRS)
 
     def _coefficient(self, error: Tensor, size: Tensor) -> None:
         """Takes note of the error of a coefficient, relative to the size with which formulas count it."""

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import HoldfastError, MemoryLimitError
-from holdfast.linalg.lanczos import estimate
-from holdfast.linalg.operator import Gram, ProvableOperator, SymmetricMatrix
+from holdfast.linalg.lanczos import top_eigenvalue
+from holdfast.linalg.operator import Gram, ProvableOperator
 from holdfast.linalg.rounding import UNIT, Ball, frobenius_upper, gamma
 from holdfast.results import NormResult
 
 GIB = 2**30
-_FIRST_MARGIN = 1e-8
+_FIRST_MARGIN = 5e-9
 _ROOT_TWO = math.nextafter(math.sqrt(2.0), math.inf)
 _BLOCK = 256  # columns of a factor at a time
 _AT_ONCE = {"cpu": GIB / 8}  # bytes of several members of a batch: those that leave the cache gain nothing together
@@ -84,7 +84,7 @@ def _prove(gram: Gram, tolerance: float) -> NormResult:
     G = gram.matrix
     # ‖G‖_F bounds λ_max without any shift; it serves where G vanishes or no shift succeeds.
     bound = _finite(frobenius_upper(G))
-    guess = _largest_eigenvalue(G, tolerance / 10)
+    guess = _largest_eigenvalue(G, bound, tolerance / 5)
     todo = guess > 0
     margin, trials = tolerance, 0
     while bool(todo.any()) and margin < 1:
@@ -103,12 +103,12 @@ def _finite(value: Tensor) -> Tensor:
     return value
 
 
-def _largest_eigenvalue(G: Tensor, tolerance: float) -> Tensor:
+def _largest_eigenvalue(G: Tensor, scale: Tensor, tolerance: float) -> Tensor:
     """An estimate, to propose a shift."""
     if G.shape[-1] <= 96:
         eigenvalues: Tensor = torch.linalg.eigvalsh(G)
         return eigenvalues[..., -1]
-    return estimate(SymmetricMatrix(G), tolerance=tolerance).value
+    return top_eigenvalue(G, scale, tolerance)
 
 
 def _shifted(G: Tensor, tau: Tensor) -> Tensor:

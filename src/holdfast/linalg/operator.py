@@ -82,6 +82,15 @@ class ProvableOperator(LinearOperator):
         """The enclosed Gram matrices of an operator with one batch dimension."""
 
 
+def members(start: int, stop: int, batch: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
+    """Where the members `start` to `stop` of the flattened batch stand in it, an index for each of its dimensions."""
+    flat, index = torch.arange(start, stop, device=device), []
+    for size in reversed(batch):
+        index.append(flat % size)
+        flat = flat // size
+    return tuple(reversed(index))
+
+
 class AssembledOperator(ProvableOperator):
     """A provable operator whose matrix itself can be enclosed."""
 
@@ -176,21 +185,6 @@ class MatrixOperator(AssembledOperator):
     def enclose(self) -> Enclosure:
         ball = self.matrix if isinstance(self.matrix, Ball) else Ball.exact(self.matrix)
         return Enclosure(ball.mid, frobenius_upper(ball.rad))
-
-
-@final
-class SymmetricMatrix(LinearOperator):
-    """Stored symmetric matrices (*batch, m, m), read by rows: their columns cost several times as much."""
-
-    def __init__(self, matrix: Tensor) -> None:
-        self._matrix = matrix
-        super().__init__(matrix.shape[:-2], matrix.shape[-1:], matrix.shape[-1:], matrix)
-
-    def mv(self, v: Tensor) -> Tensor:
-        return (self._matrix @ v.unsqueeze(-1)).squeeze(-1)
-
-    def rmv(self, u: Tensor) -> Tensor:
-        return self.mv(u)
 
 
 @final

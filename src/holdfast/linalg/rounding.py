@@ -61,10 +61,31 @@ def power_of_two(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 def frobenius_upper(x: Tensor, dims: tuple[int, ...] = (-2, -1)) -> Tensor:
     """A proved upper bound of the Frobenius norm of the float64 tensor `x` over `dims`."""
-    scale = power_of_two(x, dims)
     terms = math.prod(x.shape[dim] for dim in dims)
+    if x.device.type == "cpu":  # a GPU would wait for the answer; here the scaled copy costs more
+        plain = torch.linalg.vector_norm(x, dim=dims)
+        if bool(((plain > 1e-140) & (plain < 1e140)).all()):  # no square overflows, and none that counts underflows
+            return _grow(plain, terms)
+    scale = power_of_two(x, dims)
     norm = torch.linalg.vector_norm(x / scale, dim=dims)
     return _grow(norm * scale.squeeze(dims), terms)
+
+
+def product_error(left: Ball, right: Ball, roundings: int = 0) -> Ball:
+    """(…) a bound of ‖(L + δL)(R + δR) - fl(LR)‖_F for products of the midpoints (…, m, k) and (…, k, n).
+
+    ‖δL‖‖R + δR‖ + ‖L‖‖δR‖ + γ_k‖L‖‖R‖ in Frobenius norms: no ball of the size of the product is formed.
+
+    Args:
+        left: L with δL.
+        right: R with δR.
+        roundings: how many sums each entry enters after the product, of terms that are all bounded in this way.
+    """
+    long, wide = (Ball.exact(frobenius_upper(part)) for part in (left.mid, left.rad))
+    tall, high = (Ball.exact(frobenius_upper(part)) for part in (right.mid, right.rad))
+    k = left.shape[-1] + roundings
+    underflow = k * (left.shape[-2] + right.shape[-1]) * FLOOR
+    return wide * (tall + high) + long * high + long * tall * gamma(k) + underflow
 
 
 def _grow(radius: Tensor, terms: int = 1) -> Tensor:

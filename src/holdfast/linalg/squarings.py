@@ -26,7 +26,7 @@ def gram_norm(
         tolerance: relative, of the result.
     """
     size = gram.shape[-1]
-    length = _length(gram) + error
+    length = frobenius_upper(gram) + error
     scale = torch.where(length > 0, length, 1.0)
     M, e, log = gram / scale[..., None, None], error / scale + 4 * UNIT, torch.log(scale)
     bound, open_ = length.sqrt() * (1 + 1e-15), torch.ones_like(length, dtype=torch.bool)
@@ -43,14 +43,6 @@ def gram_norm(
             break
         M, e = M.div_(now[..., None, None]), e / now + 4 * UNIT
     return torch.where(length == 0, 0.0, bound)
-
-
-def _length(gram: Float64[Tensor, "*b m m"]) -> Float64[Tensor, "*b"]:
-    """`frobenius_upper` in one pass, where no square overflows or underflows."""
-    plain = torch.linalg.matrix_norm(gram)
-    usual = (plain > 1e-140) & (plain < 1e140)
-    length: Tensor = plain * (1 + (gram.shape[-1] ** 2 + 16) * UNIT)
-    return length if bool(usual.all()) else torch.where(usual, length, frobenius_upper(gram))
 
 
 def thin_gram_norm(rows: Float64[Tensor, "*b m k"], squarings: int = 2) -> Float64[Tensor, "*b"]:

@@ -28,8 +28,6 @@ from holdfast.linalg.squarings import thin_gram_norm
 if TYPE_CHECKING:
     from holdfast.layers.attention.piece import Attention
 
-_PAIRS = 512  # pairs of directions that are looked at together
-
 
 @final
 class LocalAttention(LocalExpansion):
@@ -71,17 +69,14 @@ class LocalAttention(LocalExpansion):
         size = torch.linalg.vector_norm(self._v, dim=-1).amax((-2, -1)) * frobenius_upper(self._w_o)
         self._value_size = size.reshape(-1, 1, 1)
         lost = 64 * self.theta.reshape(-1, 1, 1) * self._value_size
-        self._lengths = (
-            torch.linalg.vector_norm(spread, dim=-1) * slack.unsqueeze(-1) + lost.unsqueeze(-1)
-        ) * self._seen
+        length = torch.linalg.vector_norm(spread, dim=-1)
+        self._lengths = (length * slack.unsqueeze(-1) + lost.unsqueeze(-1)) * self._seen
         self._values = spread
         weight = self._most_p.sqrt().unsqueeze(-1)
         self._value_std = thin_gram_norm(weight * spread) * slack + lost
         self._value_far = self._lengths.amax(-1)
         keys = self._k.unsqueeze(-3) - (p @ self._k).unsqueeze(-2)  # (b, h, i, j, k)
-        w_q, w_k, w_v = (
-            w.reshape(len(w), self._h, -1).movedim(-2, 0) for w in (self._w_q, self._w_k, self._w_v)
-        )  # (h, d, k)
+        w_q, w_k, w_v = (w.reshape(len(w), self._h, -1).movedim(-2, 0) for w in (self._w_q, self._w_k, self._w_v))
         by_query = keys @ w_q.mT.unsqueeze(1)  # A (x_j - x̄_i)
         self._query_gram = by_query @ by_query.mT  # (b, h, i, j, j)
         size = torch.linalg.vector_norm(self._k, dim=-1).amax((-2, -1)) * frobenius_upper(self._w_q)
@@ -110,7 +105,7 @@ class LocalAttention(LocalExpansion):
 
     def _second(self, H: Tensor) -> Tensor:
         self._q2, self._k2, self._v2 = self._projected(H)
-        some = torch.split(torch.arange(len(H), device=H.device), _PAIRS)
+        some = self._some_pairs()
         s = torch.cat([self._logits_along(pairs) for pairs in some])
         self._sizes(s)
         i, j = self.directions.first, self.directions.second
@@ -152,18 +147,26 @@ class LocalAttention(LocalExpansion):
         self._most = [self._s1.abs().amax((0, -3, -2, -1)), s.abs().amax((0, -3, -2, -1))]
         lost1, lost2 = ((8 * self.theta * self._logit_size(k) * d.p ** (k / 2)).reshape(-1, 1, 1) for k in (1, 2))
         rows = self._s1.permute(1, 2, 3, 4, 0)  # (b, h, i, j, p)
-        full = d.full(s).permute(2, 3, 4, 5, 0, 1)  # (b, h, i, j, p, p)
         # Weights: p for mean squares, p‖ṽ‖ for means with the values' lengths.
-        self._logits, self._bends = [], []
-        for weight in (most, most * self._lengths):
-            linear = forms.of_rows(weight.sqrt().unsqueeze(-1) * rows)
-            total = weight.sum(-1).sqrt()
-            self._logits.append(forms.plus(linear, forms.unit(linear, lost1 * total)))
-            quadratic = forms.of_rows((weight.sqrt()[..., None, None] * full).flatten(-3, -2)) / 4
-            self._bends.append(forms.plus(quadratic, forms.unit(quadratic, lost2 * total)))
+        roots = [most.sqrt(), (most * self._lengths).sqrt()]
+        quadratics: list[list[Tensor]] = [[], [], []]
+        for i in range(s.shape[-2]):  # row by row: of all rows together this is the largest tensor of the whole proof
+            full = d.full(s[..., i, :]).permute(2, 3, 4, 0, 1)  # (b, h, j, p, p)
+            for k, root in enumerate(roots):
+                quadratics[k].append(forms.of_rows((root[..., i, :, None, None] * full).flatten(-3, -2)) / 4)
+            quadratics[2].append(thin_gram_norm(full) / 2)
+        *quadratic, alone = (torch.stack(row, 2) for row in quadratics)
+        linear = [forms.of_rows(root.unsqueeze(-1) * rows) for root in roots]
+        self._logits, self._bends = (
+            [
+                forms.plus(A, forms.unit(A, lost * root.square().sum(-1).sqrt()))
+                for A, root in zip(of, roots, strict=True)
+            ]
+            for of, lost in ((linear, lost1), (quadratic, lost2))
+        )
         self._size_s = [
             torch.linalg.vector_norm(self._s1, dim=0) * (1 + 1e-12) + lost1.unsqueeze(-1),
-            thin_gram_norm(full) / 2 + lost2.unsqueeze(-1),
+            alone + lost2.unsqueeze(-1),
         ]
         self._spread_s = [forms.root(self._logits[0]), forms.root(self._bends[0])]
         # E[ℓ ṽ x] for numbers x of the keys, and for x_j = (A k̃_j)·y with a vector y.

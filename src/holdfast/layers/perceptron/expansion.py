@@ -51,10 +51,14 @@ class LocalPerceptron(LocalExpansion):
         return self._out(self._slopes[0] * h, J)
 
     def _second(self, H: Tensor) -> Tensor:
-        i, j = self.directions.first, self.directions.second
-        self._h2 = h = H @ self._w1
+        self._h2 = H @ self._w1
         self._sizes()
-        return self._out(self._slopes[0] * h + self._slopes[1] * self._h1[i] * self._h1[j], H)
+        return torch.cat([self._out(self._along(pairs, *self._slopes[:2]), H[pairs]) for pairs in self._some_pairs()])
+
+    def _along(self, pairs: Tensor, slope: Tensor, bend: Tensor) -> Tensor:
+        """Of every unit, for some pairs: slope · h_2 + bend · h_1 h_1."""
+        i, j = self.directions.first[pairs], self.directions.second[pairs]
+        return slope * self._h2[pairs] + bend * self._h1[i] * self._h1[j]
 
     def _out(self, hidden: Tensor, a: Tensor) -> Tensor:
         out = hidden @ self._w2
@@ -127,9 +131,9 @@ class LocalPerceptron(LocalExpansion):
     def twist(self, c: Tensor) -> Tensor:
         seen = c @ self._w2.mT  # (j, b, n, units)
         left = (seen.unsqueeze(1) * self._h1).permute(0, 2, 1, 3, 4).flatten(-2, -1)
-        i, j = self.directions.first, self.directions.second
-        right = self._slopes[1] * self._h2 + self._slopes[2] / 3 * self._h1[i] * self._h1[j]
-        return left @ right.movedim(0, 1).flatten(-2, -1).mT
+        bends = self._slopes[1], self._slopes[2] / 3
+        rights = (self._along(pairs, *bends).movedim(0, 1).flatten(-2, -1) for pairs in self._some_pairs())
+        return torch.cat([left @ right.mT for right in rights], -1)
 
     def forget(self) -> None:
         del self._h2
