@@ -46,14 +46,14 @@ CERTIFY = "certify linear --data data.safetensors --radii 36/255,0.5 --attack"
 
 
 def test_certify_shows_accuracies_and_writes_a_file_and_a_page(call: Call, tmp_path: Path) -> None:
-    status, out, err = call(f"{CERTIFY} --out runs/run.jsonl --html page.html")
+    status, out, err = call(f"{CERTIFY} --out run.jsonl --html page.html")
     assert (status, err) == (0, "")
     assert "0.141176" in out
     assert "12 of 12 inputs" in " ".join(out.split())
-    assert "Written: runs/run.jsonl, page.html" in out
-    assert len(rows(tmp_path / "runs" / "run.jsonl")) == 12
+    assert "Written: run.jsonl, page.html" in out
+    assert len(rows(tmp_path / "run.jsonl")) == 12
     assert "holdfast certify linear" in (tmp_path / "page.html").read_text(encoding="utf-8")
-    status, out, _ = call(f"{CERTIFY} --out runs/run.jsonl --json")
+    status, out, _ = call(f"{CERTIFY} --out run.jsonl --json")
     found = json.loads(out)
     assert found["command"] == "certify"
     assert len(found["records"]) == 12
@@ -87,6 +87,7 @@ def test_shards_are_joined_and_checked(call: Call, tmp_path: Path) -> None:
     status, out, err = call("merge 1.jsonl 2.jsonl 3.jsonl --out run.jsonl --html page.html --json")
     assert (status, err) == (0, "")
     assert json.loads(out)["missing"] == []
+    assert "The inputs are not shown" in (tmp_path / "page.html").read_text(encoding="utf-8")  # 2x2 is no picture
     status, out, _ = call("verify run.jsonl --all")
     assert status == 0
     assert "12 records and 12 perturbations: 0 failures" in out

@@ -18,11 +18,11 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from browser import Browser, missing
 from holdfast import InputError
-from holdfast.certification import read_examples
+from holdfast.certification import certify, merge, read_examples
 from holdfast.report.certificate import render
 from holdfast.report.changes import MOST, Thumbnail, changes
 from holdfast.results import Certificate, CertificationRun, RadiusEstimate, Target
@@ -198,6 +198,18 @@ def test_what_is_neither_a_picture_nor_a_sentence_is_not_shown() -> None:
     assert [shown(torch.rand(2, *shape)) for shape in ((1, 8, 8), (8, 8), (3, 4, 4))] == [2, 2, 2]
     assert [shown(torch.rand(2, *shape)) for shape in ((5, 8, 8), (16,), (3, 2, 8))] == [0, 0, 0]
     assert shown(torch.randn(2, 8, 8)) == 0
+
+
+def test_a_page_of_joined_files_shows_the_inputs_or_says_that_it_does_not(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).eval(), torch.rand(2, 4, 4)
+    labels, file = model(x).argmax(-1), tmp_path / "run.jsonl"
+    certify(model, (x, labels), 0.1, "gains", out=file, progress=False)
+    assert set(merge([file], data=(x, labels)).inputs) == {0, 1}
+    assert "The inputs are not shown" not in render([merge([file], data=(x, labels))])
+    with pytest.raises(InputError, match="'given inputs' are not those that the run was made of"):
+        merge([file], data=(1 - x, labels))
+    assert "The inputs are not shown" in render([merge([file])])
 
 
 # -- in a browser

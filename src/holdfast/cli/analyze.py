@@ -17,7 +17,7 @@ from rich.console import Console
 from holdfast import analysis
 from holdfast.analysis import Analysis, AnalysisProgress
 from holdfast.bounds import bound_named
-from holdfast.cli.inputs import Eps, Html, Json, Out, read_eps, writable
+from holdfast.cli.inputs import Eps, Html, Json, Out, read_eps, refuse_same, writable
 from holdfast.cli.work import INTERRUPTED, say_written
 from holdfast.data.digits import SIDE, demo_digits
 from holdfast.errors import InputError
@@ -59,6 +59,7 @@ def analyze(
     began = time.perf_counter()
     radii, chosen = check_radii(read_eps(eps)), _read_layers(layers)
     bound_named(method)  # like the options above: refused before a model is loaded
+    refuse_same(html, plot, out)
     if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
         raise InputError(f"--plot is {str(plot)!r}; expected a name that ends in .png, .svg or .pdf")
     loaded = _load(model, text, image, tokens, demo, max_tokens, download)

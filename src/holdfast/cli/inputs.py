@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -28,6 +29,17 @@ def writable(path: Path | None) -> Path | None:
     if path is not None:
         check_output(path)
     return path
+
+
+def refuse_same(*outputs: Path | None, keep: Sequence[Path] = ()) -> None:
+    """Refuses one name for two outputs, and an output that would take the place of a file that is read."""
+    taken = {path.resolve() for path in keep}
+    for path in outputs:
+        if path is None:
+            continue
+        if path.resolve() in taken:
+            raise InputError(f"{str(path)!r} stands for two files of this command; give each its own name")
+        taken.add(path.resolve())
 
 
 Html = Annotated[Path | None, typer.Option(help="Write the page to this file.", callback=writable)]

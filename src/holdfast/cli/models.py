@@ -69,7 +69,7 @@ def write_card(
 @app.command("halve")
 def halve(
     model: Annotated[Path, typer.Argument(help="The model.safetensors that train wrote.")],
-    out: Annotated[Path, typer.Argument(help="The file to write.")],
+    out: Annotated[Path, typer.Argument(help="The file to write.", callback=writable)],
 ) -> None:
     """Round the weights of a trained model to float16, before it is certified."""
     files.halve(model, out)

@@ -27,7 +27,7 @@ _FEW, _PATIENCE = 5, 10.0  # inputs that are certified after a training, and sec
 
 def train(
     config: Annotated[str, typer.Argument(help="A TOML file, or a name that `holdfast models` lists.")],
-    out: Annotated[Path | None, typer.Option(help="Folder; default: runs/NAME-seed-SEED.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder, made if missing; default: runs/NAME-seed-SEED.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Instead of the seed in the config.")] = None,
     start: Annotated[Path | None, typer.Option(help="A saved model whose weights come first, to fine-tune it.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in the folder, or begin anew.")] = True,
