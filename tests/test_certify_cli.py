@@ -31,6 +31,7 @@ def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr("holdfast.cli.certify.load_classifier", lambda name, **options: linear_network())
     data = labelled(12)
     save_file({"inputs": data.inputs, "labels": data.labels}, tmp_path / "data.safetensors")
+    save_file({"inputs": data.inputs, "labels": data.labels + 0.5}, tmp_path / "halves.safetensors")
 
     def run(line: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["holdfast", *line.split()])
@@ -153,6 +154,10 @@ def test_targets_decide_the_exit_status(call: Call, tmp_path: Path) -> None:
     [
         ("certify linear --data data.safetensors --radii 36/0", "--radii is '36/0'; expected numbers or fractions"),
         ("certify linear --data data.safetensors --radii -1", "radii is -1.0; expected a finite number"),
+        ("certify linear --data data.safetensors --radii=", "--radii is ''; expected numbers or fractions"),
+        ("certify linear --data data.safetensors --at -1", "at is -1.0; expected a finite number"),
+        ("certify linear --data halves.safetensors", "the labels are torch.float32; expected whole numbers"),
+        ("certify linear --data data.safetensors --device mps", "the device is 'mps'; expected cpu, cuda"),
         ("certify linear --data data.safetensors --shard 0/2", "the shard is 0/2; expected 1/2 to 2/2"),
         ("certify linear --data data.safetensors --shard half", "--shard is 'half'; expected a part"),
         ("certify linear --data digit", "unknown data set 'digit': did you mean 'digits'?"),

@@ -519,15 +519,14 @@ def test_a_line_that_finds_no_room_is_taken_back(tmp_path: Path, monkeypatch: py
         return write(descriptor, content[:left])
 
     monkeypatch.setattr(os, "write", full)
-    for line, kept in ((b"a header that is too long\n", None), (b"short\n", b"short\n")):
-        file = tmp_path / "run.jsonl"
-        with opened(file) as journal:
-            if kept:
-                journal.append(kept)
-            complains(
-                InputError, r"run.jsonl' cannot be written: No space left on device", lambda: journal.append(2 * line)
-            )
-        assert (file.read_bytes() if file.exists() else None) == kept
+    file, words = tmp_path / "run.jsonl", r"run.jsonl' cannot be written: No space left on device"
+    with opened(file) as journal:
+        complains(InputError, f"{words}$", lambda: journal.append(b"a header that is too long\n"))
+    assert not file.exists()
+    with opened(file) as journal:
+        journal.append(b"short\n")
+        complains(InputError, f"{words}; what was finished before is kept", lambda: journal.append(b"longer\n"))
+    assert file.read_bytes() == b"short\n"
 
 
 def test_a_file_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

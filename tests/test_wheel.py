@@ -1,4 +1,4 @@
-"""The wheel, installed with all that it asks for in a fresh environment away from the checkout, does what is promised."""
+"""The wheel, installed with all that it asks for in a fresh environment away from the checkout, keeps the promises."""
 
 from __future__ import annotations
 

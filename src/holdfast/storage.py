@@ -22,6 +22,7 @@ Pathlike = str | os.PathLike[str]
 
 def read_tensors(path: Pathlike) -> dict[str, Tensor]:
     """The named tensors of a safetensors file."""
+    _refuse_folder(path)
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except FileNotFoundError:
@@ -33,6 +34,7 @@ def read_tensors(path: Pathlike) -> dict[str, Tensor]:
 
 def read_metadata(path: Pathlike) -> dict[str, str]:
     """The texts that a safetensors file carries beside its tensors."""
+    _refuse_folder(path)
     try:
         with safe_open(path, framework="pt") as file:
             return dict(file.metadata() or {})
@@ -40,6 +42,11 @@ def read_metadata(path: Pathlike) -> dict[str, str]:
         raise InputError(f"no file {os.fspath(path)!r}; expected a safetensors file") from None
     except (SafetensorError, OSError) as error:
         raise InputError(f"{os.fspath(path)!r} cannot be read as safetensors: {error}") from None
+
+
+def _refuse_folder(path: Pathlike) -> None:
+    if Path(path).is_dir():
+        raise InputError(f"{os.fspath(path)!r} is a folder; expected a safetensors file")
 
 
 def read_toml(path: Pathlike, expected: str) -> dict[str, Any]:
@@ -53,6 +60,8 @@ def read_toml(path: Pathlike, expected: str) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"no file {os.fspath(path)!r}; expected a TOML file with {expected}") from None
+    except IsADirectoryError:
+        raise InputError(f"{os.fspath(path)!r} is a folder; expected a TOML file with {expected}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{os.fspath(path)} cannot be read as TOML: {error}") from None
 

@@ -18,7 +18,7 @@ from holdfast.certification import Shard, Verification, read
 from holdfast.certification.examples import Data, ranges, read_examples, tokenised
 from holdfast.certification.executors import RayCluster
 from holdfast.certification.lines import Header
-from holdfast.cli.inputs import Html, Json, refuse_same, writable
+from holdfast.cli.inputs import Html, Json, Seed, refuse_same, writable
 from holdfast.cli.work import INTERRUPTED, emit_json, say_written
 from holdfast.data import Dataset, load
 from holdfast.errors import HoldfastError, InputError
@@ -102,7 +102,7 @@ def certify(
         str, typer.Option(help="Inputs at once; auto: one on a CPU, on a GPU as many as there is memory for.")
     ] = "auto",
     resume: Annotated[bool, typer.Option(help="Go on with --out, or begin it anew.")] = True,
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    seed: Seed = 0,
     data_dir: DataDir = None,
     download: Download = False,
     html: Html = None,
@@ -124,7 +124,7 @@ def certify(
         return
     assert data is not None
     decided = None if at is None else _read_numbers("--at", at)
-    numbers, part = read_radii(radii or at or _RADII), _read_shard(shard)
+    numbers, part = decided or read_radii(_RADII) if radii is None else read_radii(radii), _read_shard(shard)
     moved = None if perturb is None else read_perturbation(perturb)
     if (mean is None) != (std is None):
         raise InputError("one of --mean and --std was given; expected both, or neither")
@@ -221,7 +221,9 @@ def verify(
     weights: Weights = None,
     arg: Arguments = None,
     data: Annotated[str | None, typer.Option(help="The data, where they have moved since.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the sample, to repeat it; default: a fresh one.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**32 - 1, help="Of the sample, to repeat it; default: a fresh one.")
+    ] = None,
     batch: BatchSize = 8,
     data_dir: DataDir = None,
     download: Download = False,

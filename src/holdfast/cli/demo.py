@@ -36,7 +36,9 @@ _LAYER_SHOWN = (0.001, 0.01, 0.1, 1.0)
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the records, the page and the figures; made if missing.")] = Path("out"),
+    out: Annotated[
+        Path, typer.Option(help="Folder for the records, the page and the figures; made if missing.")
+    ] = Path("out"),
     inputs: Annotated[int | None, typer.Option(min=1, max=32, help="Test digits; default: 16, for layers 2.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one per core, at most 4.")] = None,
     layers: Annotated[bool, typer.Option("--layers", help="Analyze the attention layers one by one.")] = False,
