@@ -266,7 +266,7 @@ def test_the_numbers_are_those_of_the_run(browser: Browser, tmp_path: Path) -> N
     show(browser, tmp_path, best, lofast)
     answer = text(browser, "#answer")
     assert "Of 20 inputs 90.0 % are answered correctly" in answer
-    assert "up to 0.3, it is proved that at least 65.0 % stay correct; an attack leaves at most 75.0 %" in answer
+    assert "up to 0.3, it is proved that at least 65.0 % stay correct; after an attack, at most 75.0 % are." in answer
     cells = "return [...document.querySelectorAll('#radii tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
     found = browser.run(cells)
     for (radius, *shares), expected in zip(found, (0.0, 0.3, 1.0), strict=True):
@@ -340,7 +340,13 @@ def test_the_page_opens_where_the_curves_separate(browser: Browser, tmp_path: Pa
     run = made_up(radii=(1e-7, 0.5), data="cifar10")
     show(browser, tmp_path, run, made_up(method="lofast", factor=1e-6, radii=(0.5,), data="cifar10"))
     answer = text(browser, "#answer")
-    assert "up to 0.5 (as far as one grey level of 255 in 16300 numbers of the picture" in answer
+    assert "up to 0.5 (128 of 255 grey levels in a single pixel), it is proved" in answer
     assert count(browser, "#curve circle.end") == 3
     assert "nothing beyond" in browser.run("return document.querySelector('#curve circle.run-1').dataset.tip")
     assert "no more is true" not in text(browser, "body")
+    for side, words in (
+        (8, "15.9 of 255 grey levels in each of 64 pixels"),
+        (200, "one of 255 grey levels in 16300 pixels"),
+    ):
+        show(browser, tmp_path, replace(run, inputs={1: torch.rand(side, side)}))
+        assert f"up to 0.5 (as far as {words}, or 128 of 255 grey levels in a single" in text(browser, "#answer")

@@ -189,7 +189,7 @@ def test_files(tmp_path: Path) -> None:
         InputError, r"no file '.*missing.safetensors'; expected a safetensors", lambda: AttentionLayer.load(missing)
     )
     complains(InputError, r"broken.safetensors' cannot be read as safetensors", lambda: AttentionLayer.load(broken))
-    complains(InputError, r"cannot be read as safetensors", lambda: AttentionLayer.load(tmp_path))
+    complains(InputError, r"is a folder; expected a safetensors file", lambda: AttentionLayer.load(tmp_path))
 
 
 def test_tensors_by_name() -> None:
