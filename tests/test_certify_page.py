@@ -18,11 +18,11 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from browser import Browser, missing
 from holdfast import InputError
-from holdfast.certification import read_examples
+from holdfast.certification import certify, merge, read_examples
 from holdfast.report.certificate import render
 from holdfast.report.changes import MOST, Thumbnail, changes
 from holdfast.results import Certificate, CertificationRun, RadiusEstimate, Target
@@ -200,6 +200,18 @@ def test_what_is_neither_a_picture_nor_a_sentence_is_not_shown() -> None:
     assert shown(torch.randn(2, 8, 8)) == 0
 
 
+def test_a_page_of_joined_files_shows_the_inputs_or_says_that_it_does_not(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).eval(), torch.rand(2, 4, 4)
+    labels, file = model(x).argmax(-1), tmp_path / "run.jsonl"
+    certify(model, (x, labels), 0.1, "gains", out=file, progress=False)
+    assert set(merge([file], data=(x, labels)).inputs) == {0, 1}
+    assert "The inputs are not shown" not in render([merge([file], data=(x, labels))])
+    with pytest.raises(InputError, match="'given inputs' are not those that the run was made of"):
+        merge([file], data=(1 - x, labels))
+    assert "The inputs are not shown" in render([merge([file])])
+
+
 # -- in a browser
 
 
@@ -254,7 +266,7 @@ def test_the_numbers_are_those_of_the_run(browser: Browser, tmp_path: Path) -> N
     show(browser, tmp_path, best, lofast)
     answer = text(browser, "#answer")
     assert "Of 20 inputs 90.0 % are answered correctly" in answer
-    assert "up to 0.3, it is proved that at least 65.0 % stay correct; an attack leaves at most 75.0 %" in answer
+    assert "up to 0.3, it is proved that at least 65.0 % stay correct; after an attack, at most 75.0 % are." in answer
     cells = "return [...document.querySelectorAll('#radii tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
     found = browser.run(cells)
     for (radius, *shares), expected in zip(found, (0.0, 0.3, 1.0), strict=True):
@@ -328,7 +340,13 @@ def test_the_page_opens_where_the_curves_separate(browser: Browser, tmp_path: Pa
     run = made_up(radii=(1e-7, 0.5), data="cifar10")
     show(browser, tmp_path, run, made_up(method="lofast", factor=1e-6, radii=(0.5,), data="cifar10"))
     answer = text(browser, "#answer")
-    assert "up to 0.5 (as far as one grey level of 255 in 16300 numbers of the picture" in answer
+    assert "up to 0.5 (128 of 255 grey levels in a single pixel), it is proved" in answer
     assert count(browser, "#curve circle.end") == 3
     assert "nothing beyond" in browser.run("return document.querySelector('#curve circle.run-1').dataset.tip")
     assert "no more is true" not in text(browser, "body")
+    for side, words in (
+        (8, "15.9 of 255 grey levels in each of 64 pixels"),
+        (200, "one of 255 grey levels in 16300 pixels"),
+    ):
+        show(browser, tmp_path, replace(run, inputs={1: torch.rand(side, side)}))
+        assert f"up to 0.5 (as far as {words}, or 128 of 255 grey levels in a single" in text(browser, "#answer")

@@ -213,6 +213,12 @@ BAD_CALLS = {
     "radius alone": (("lipschitz", "a.safetensors", "--radius", "2"), "--tokens is missing"),
     "tokens alone": (("lipschitz", "a.safetensors", "--tokens", "5"), "--radius is missing"),
     "no restarts": (("attack", "--demo", "--restarts", "0"), "restarts is 0"),
+    "a seed beyond 32 bits": (("attack", "--demo", "--seed", "99999999999999999999"), "'--seed'"),
+    "a folder for a file": (("bound", "."), "'.' is a folder; expected a safetensors file"),
+    "unknown study": (("repro", "vt"), "unknown command 'vt': did you mean 'vit'?"),
+    "unknown part of models": (("models", "crad"), "unknown command 'crad': did you mean 'card'?"),
+    "parameters in a folder": (("repro", "vit", "--parameters", "."), "'.' is a folder; expected a TOML file"),
+    "two inputs": (("analyze", "a", "--text", "a", "--image", "b"), "--text and --image were given"),
 }
 
 
@@ -232,11 +238,15 @@ def test_bad_files_get_one_line_and_status_2(run: Run, value: float, tmp_path: P
     (tmp_path / "text.safetensors").write_text("not tensors")
     save_file({"y": torch.zeros(5, 12)}, tmp_path / "unnamed.safetensors")
     save_file({"x": torch.zeros(5, 11)}, tmp_path / "wide.safetensors")
+    save_file({"x": torch.zeros(12)}, tmp_path / "flat.safetensors")
+    save_file({"x": torch.zeros(0, 5, 12)}, tmp_path / "none.safetensors")
     for name, message in {
         "bad": "NaN or infinite",
         "text": "cannot be read as safetensors",
         "unnamed": "no tensor named x; found y",
         "wide": "expected (…, n, 12)",
+        "flat": "x has shape (12,); expected (…, n, d), and at least one input",
+        "none": "x has shape (0, 5, 12); expected (…, n, d), and at least one input",
     }.items():
         done = run("bound", saved[0], tmp_path / f"{name}.safetensors")
         assert done.returncode == 2

@@ -118,6 +118,8 @@ def test_bad_configs_are_one_line(call: Call, tmp_path: Path) -> None:
     status, out, err = call("train run.toml")
     assert (status, out) == (2, "")
     assert "did you mean 'epochs'" in err
+    assert "'--checkpoint-seconds'" in call("train run.toml --checkpoint-seconds nan")[2]
+    assert "'--seed'" in call("train run.toml --seed 9999999999")[2]
     assert call("train nothing.toml")[2].startswith("holdfast: no file 'nothing.toml'")
 
 

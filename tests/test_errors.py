@@ -30,15 +30,18 @@ from holdfast import (
 from holdfast.attacks import Attack, Objective, objectives
 from holdfast.bounds import bounds
 from holdfast.bounds.base import Evaluation
+from holdfast.certification.journal import opened
 from holdfast.cli import main
 from holdfast.errors import ConversionError
 from holdfast.linalg import Array, FunctionJacobian
 from holdfast.linalg.arithmetic import Arithmetic
 from holdfast.registry import Registry
-from holdfast.storage import check_output, write_tensors, write_text
+from holdfast.results import CertificationRun, Target
+from holdfast.storage import check_folder, check_output, make_folder, write_tensors, write_text
 from holdfast.testing import changed, make_case
 from holdfast.train.interrupts import held_interrupts
 from holdfast.train.loop import train
+from holdfast.train.monitor import Monitor
 
 CASE = make_case("h=2, n=4, d=4, k=2", biases=True)
 LAYER, X = CASE.layer, CASE.x
@@ -186,7 +189,7 @@ def test_files(tmp_path: Path) -> None:
         InputError, r"no file '.*missing.safetensors'; expected a safetensors", lambda: AttentionLayer.load(missing)
     )
     complains(InputError, r"broken.safetensors' cannot be read as safetensors", lambda: AttentionLayer.load(broken))
-    complains(InputError, r"cannot be read as safetensors", lambda: AttentionLayer.load(tmp_path))
+    complains(InputError, r"is a folder; expected a safetensors file", lambda: AttentionLayer.load(tmp_path))
 
 
 def test_tensors_by_name() -> None:
@@ -416,14 +419,36 @@ def test_outputs_are_checked_before_the_work(tmp_path: Path, monkeypatch: pytest
     complains(InputError, r"cannot be written: it is a folder", lambda: check_output(tmp_path))
     complains(InputError, r"cannot be written: it is a device or a pipe", lambda: check_output("/dev/full"))
     complains(InputError, r"file' is no folder", lambda: check_output(tmp_path / "file" / "page.html"))
-    check_output(tmp_path / "missing" / "page.html")
+    complains(
+        InputError,
+        rf"there is no folder '{tmp_path}/a b'; make it first: mkdir -p '{tmp_path}/a b'$",
+        lambda: check_output(tmp_path / "a b" / "page.html"),
+    )
+    check_folder(tmp_path / "missing" / "folder", "page.html")
+    complains(InputError, r"it is a file; expected the name of a folder", lambda: check_folder(tmp_path / "file", "x"))
+    complains(InputError, r"it is a file; expected the name of a folder", lambda: make_folder(tmp_path / "file"))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda *_: False)
         complains(InputError, r"you may not write in", lambda: check_output(tmp_path / "page.html"))
+        complains(InputError, r"you may not write in", lambda: check_folder(tmp_path / "missing" / "folder"))
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0))  # type: ignore[attr-defined]
         complains(InputError, r"no space is left on the disk", lambda: check_output(tmp_path / "page.html"))
+
+
+def test_a_missing_folder_is_refused_before_the_work(tmp_path: Path) -> None:
+    run, there = CertificationRun("m", "d", (0.1,), (), (), {}, ""), tmp_path / "missing"
+    data = [(torch.zeros(4, 4), 0)]
+    for call in (
+        lambda: holdfast.certify(pixels(), data, 0.1, out=there / "run.jsonl"),
+        lambda: holdfast.certification.merge([tmp_path / "no-run.jsonl"], there / "run.jsonl"),
+        lambda: run.to_junit(there / "junit.xml", Target(0.5, 0.1)),
+        lambda: LAYER.save(there / "layer.safetensors"),
+        lambda: Monitor(pixels(), torch.zeros(1, 4, 4), path=there / "monitor.jsonl"),
+    ):
+        complains(InputError, r"there is no folder '.*missing'; make it first: mkdir -p", call)
+    assert not list(tmp_path.iterdir())
 
 
 def command(arguments: list[str]) -> int | str | None:
@@ -445,11 +470,63 @@ def test_the_command_line_checks_outputs_first(tmp_path: Path, capsys: pytest.Ca
         ["bound", "--demo", "--out", wrong],
         ["demo", "--out", wrong],
         ["train", "digits-smooth", "--out", wrong],
+        ["repro", "networks", "--out", wrong],
+        ["repro", "networks", "--out", str(tmp_path / "results"), "--runs", wrong],
     ):
         assert command(arguments) == 2
         said = capsys.readouterr().err
         assert "cannot be written" in said
         assert said.count("\n") == 1
+    missing = str(tmp_path / "missing" / "x.png")
+    for arguments in (
+        ["certify", "no-such-model", "--data", "digits", "--out", missing],
+        ["certify", "no-such-model", "--data", "digits", "--html", missing],
+        ["certify", "no-such-model", "--data", "digits", "--target", "0.9@0.1", "--junit", missing],
+        ["merge", "no-such-run", "--out", missing],
+        ["analyze", "no-such-model", "--text", "a", "--html", missing],
+        ["analyze", "no-such-model", "--text", "a", "--plot", missing],
+        ["bound", "--demo", "--out", missing],
+        ["bound", "--demo", "--curve", missing],
+        ["models", "card", "digits-smooth", "--out", missing],
+        ["models", "halve", "no-such-model", missing],
+    ):
+        assert command(arguments) == 2
+        assert "missing'; make it first: mkdir -p" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_one_name_for_two_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.jsonl").write_text("what must not be lost")
+    run = str(tmp_path / "run.jsonl")
+    for arguments in (
+        ["certify", "no-such-model", "--data", "digits", "--out", run, "--html", run],
+        ["certify", "no-such-model", "--data", "digits", "--html", run, "--beside", run],
+        ["merge", run, "--out", str(tmp_path / "all.jsonl"), "--html", run],
+        ["analyze", "no-such-model", "--text", "a", "--html", run, "--out", run],
+    ):
+        assert command(arguments) == 2
+        assert "run.jsonl' stands for two files of this command" in capsys.readouterr().err
+    assert (tmp_path / "run.jsonl").read_text() == "what must not be lost"
+
+
+def test_a_line_that_finds_no_room_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room, write = 10, os.write
+
+    def full(descriptor: int, content: bytes) -> int:
+        left = room - os.fstat(descriptor).st_size
+        if not left:
+            raise OSError(28, "No space left on device")
+        return write(descriptor, content[:left])
+
+    monkeypatch.setattr(os, "write", full)
+    file, words = tmp_path / "run.jsonl", r"run.jsonl' cannot be written: No space left on device"
+    with opened(file) as journal:
+        complains(InputError, f"{words}$", lambda: journal.append(b"a header that is too long\n"))
+    assert not file.exists()
+    with opened(file) as journal:
+        journal.append(b"short\n")
+        complains(InputError, f"{words}; what was finished before is kept", lambda: journal.append(b"longer\n"))
+    assert file.read_bytes() == b"short\n"
 
 
 def test_a_file_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,7 @@ def test_specifications_are_decided(call: Call, tmp_path: Path) -> None:
         ("certify m.onnx --vnnlib none.vnnlib", "'none.vnnlib' cannot be read: there is no such file"),
         ("certify m.onnx --vnnlib p.vnnlib --timeout -1", "timeout is -1; expected a positive number of seconds"),
         ("certify m.onnx --weights w.safetensors --data digits", "given for 'm.onnx'; they belong to FILE.py:FUNCTION"),
+        ("certify mine.py --data digits", "the model is 'mine.py'; expected FILE.py:FUNCTION"),
         ("certify none.py:small --data digits", "no file 'none.py'; expected a Python file"),
         ("certify mine.py:large --data digits", "mine.py has no function 'large'; expected one that returns a model"),
         ("certify mine.py:nothing --data digits", "mine.py:nothing returned int; expected a torch.nn.Module"),

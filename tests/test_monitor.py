@@ -47,7 +47,7 @@ def test_numbers_are_those_of_the_layers() -> None:
 
 
 def test_measures_every_so_many_steps(vit: DigitsViT, tmp_path: Path) -> None:
-    path = tmp_path / "new" / "monitor.jsonl"
+    path = tmp_path / "monitor.jsonl"
     monitor = Monitor(vit, IMAGES, every=3, path=path)
     returned = [monitor.step(step) for step in range(7)]
     assert [record is not None for record in returned] == [True, False, False, True, False, False, True]

@@ -58,6 +58,7 @@ PARAMETERS = words.WordsParameters("sst2-smooth", (0,), 2)
 def place(tmp_path: Path, model: Transformer, data: Dataset, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     """A place where the training is done."""
     folder = tmp_path / "words-sst2-smooth-seed-0"
+    folder.mkdir()
     save(model, folder / "model.safetensors", {})
     test = {"clean": 1.0, "content_off": 0.5, "total_variation": [0.1, 0.1], "score_norm": [4.0, 4.0]}
     (folder / "run.json").write_text(json.dumps({"config": CONFIG.to_dict(), "seconds": 1.0, "test": test}))

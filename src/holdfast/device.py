@@ -12,7 +12,9 @@ def check_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InputError(f"the device is {name!r}; expected cpu, cuda, or one GPU such as cuda:1") from None
+        raise _unknown(name) from None
+    if device.type not in ("cpu", "cuda"):
+        raise _unknown(name)  # what has no float64 can prove nothing
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count == 0:
@@ -20,3 +22,7 @@ def check_device(name: str) -> torch.device:
         if device.index is not None and device.index >= count:
             raise InputError(f"the device is {name!r}; this machine has cuda:0 to cuda:{count - 1}")
     return device
+
+
+def _unknown(name: str) -> InputError:
+    return InputError(f"the device is {name!r}; expected cpu, cuda, or one GPU such as cuda:1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ Pathlike = str | os.PathLike[str]
 
 def read_tensors(path: Pathlike) -> dict[str, Tensor]:
     """The named tensors of a safetensors file."""
+    _refuse_folder(path)
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except FileNotFoundError:
@@ -32,6 +34,7 @@ def read_tensors(path: Pathlike) -> dict[str, Tensor]:
 
 def read_metadata(path: Pathlike) -> dict[str, str]:
     """The texts that a safetensors file carries beside its tensors."""
+    _refuse_folder(path)
     try:
         with safe_open(path, framework="pt") as file:
             return dict(file.metadata() or {})
@@ -39,6 +42,11 @@ def read_metadata(path: Pathlike) -> dict[str, str]:
         raise InputError(f"no file {os.fspath(path)!r}; expected a safetensors file") from None
     except (SafetensorError, OSError) as error:
         raise InputError(f"{os.fspath(path)!r} cannot be read as safetensors: {error}") from None
+
+
+def _refuse_folder(path: Pathlike) -> None:
+    if Path(path).is_dir():
+        raise InputError(f"{os.fspath(path)!r} is a folder; expected a safetensors file")
 
 
 def read_toml(path: Pathlike, expected: str) -> dict[str, Any]:
@@ -52,6 +60,8 @@ def read_toml(path: Pathlike, expected: str) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"no file {os.fspath(path)!r}; expected a TOML file with {expected}") from None
+    except IsADirectoryError:
+        raise InputError(f"{os.fspath(path)!r} is a folder; expected a TOML file with {expected}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{os.fspath(path)} cannot be read as TOML: {error}") from None
 
@@ -78,19 +88,61 @@ def write_bytes(path: Pathlike, content: bytes) -> None:
 
 
 def check_output(path: Pathlike) -> None:
-    """Refuses a file that could not be written, before the work begins; touches nothing."""
+    """Refuses a file that could not be written, before the work begins; touches nothing.
+
+    The folder that it is to stand in must be there: a name that is mistyped makes no folders.
+    """
     target = Path(path)
     if target.is_dir():
         raise _unwritable(path, "it is a folder; expected the name of a file")
     if target.exists() and not target.is_file():
         raise _unwritable(path, "it is a device or a pipe; expected the name of a file")
-    folder = next(parent for parent in target.absolute().parents if parent.exists())
-    if not folder.is_dir():
-        raise _unwritable(path, f"{str(folder)!r} is no folder")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise _unwritable(path, f"you may not write in {str(folder)!r}; name another folder")
+    folder = _standing(target)
+    if folder != target.absolute().parent:
+        missing = shlex.quote(str(target.parent))
+        raise _unwritable(path, f"there is no folder {str(target.parent)!r}; make it first: mkdir -p {missing}")
+    _check_room(path, folder)
     if target.exists() and not os.access(target, os.W_OK):
         raise _unwritable(path, "the file is read-only; name another one")
+
+
+def check_folder(path: Pathlike, *files: str) -> None:
+    """Refuses a folder that could not be filled with these files, before the work begins; touches nothing.
+
+    It need not be there: `make_folder` makes it.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        for file in files:
+            check_output(folder / file)
+    elif folder.exists():
+        raise _unwritable(path, "it is a file; expected the name of a folder")
+    else:
+        _check_room(path, _standing(folder))
+
+
+def make_folder(path: Pathlike) -> Path:
+    """A folder that is to be filled, made with those above it if it is missing."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise _unwritable(path, "it is a file; expected the name of a folder") from None
+    except OSError as error:
+        raise _unwritable(path, error.strerror or str(error)) from None
+    return Path(path)
+
+
+def _standing(path: Path) -> Path:
+    """The nearest folder above a path that is there; a file in its place is refused."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir():
+        raise _unwritable(path, f"{str(folder)!r} is no folder")
+    return folder
+
+
+def _check_room(path: Pathlike, folder: Path) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise _unwritable(path, f"you may not write in {str(folder)!r}; name another folder")
     disk = shutil.disk_usage(folder)
     if disk.total > 0 and disk.free == 0:
         raise _unwritable(path, "no space is left on the disk")
@@ -101,7 +153,7 @@ def _whole_or_not(path: Pathlike) -> Iterator[Path]:
     """A file beside the one that is meant, which takes its place at the end; of one that fails nothing stays."""
     partial = Path(f"{os.fspath(path)}.partial")
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        check_output(path)
         yield partial
         partial.replace(path)
     except (OSError, SafetensorError) as error:

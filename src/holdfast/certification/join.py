@@ -9,23 +9,27 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from holdfast.certification.lines import Record
+from torch import Tensor
+
+from holdfast.certification.examples import Data, read_examples
+from holdfast.certification.lines import Header, Record
 from holdfast.certification.store import Stored, differences, read, write
 from holdfast.errors import InputError, SoundnessError
 from holdfast.results import CertificationRun
-from holdfast.storage import Pathlike
+from holdfast.storage import Pathlike, check_output
 
 #: Relative difference of two computations of one number: far above rounding, far below a bisection's last step.
 TOLERANCE = 1e-5
 
 
-def merge(paths: Sequence[Pathlike], out: Pathlike | None = None) -> CertificationRun:
+def merge(paths: Sequence[Pathlike], out: Pathlike | None = None, data: Data | None = None) -> CertificationRun:
     """Joins the files of shards.
 
     Args:
         paths: files that `certify` wrote with the same settings; an input may stand in several of them, and some may
             have gone on to more inputs than others.
         out: file for the whole run, by index.
+        data: of the run, as `certify` takes them, so that its page can show the inputs.
 
     Example:
         >>> merge(["shard-1.jsonl", "shard-2.jsonl"], out="run.jsonl").missing
@@ -33,6 +37,8 @@ def merge(paths: Sequence[Pathlike], out: Pathlike | None = None) -> Certificati
     """
     if not paths:
         raise InputError("no file was given; expected the files of the shards")
+    if out is not None:
+        check_output(out)
     stored = [read(path) for path in paths]
     header = max((part.header for part in stored), key=lambda part: len(part.indices))
     records: dict[int, Record] = {}
@@ -50,11 +56,19 @@ def merge(paths: Sequence[Pathlike], out: Pathlike | None = None) -> Certificati
             first_in.setdefault(index, path)
     failures = {index: why for part in stored for index, why in part.failures.items() if index not in records}
     whole = Stored(header, records, failures)
-    run = whole.run()
+    run = whole.run({} if data is None else _shown(data, header))
     check_order(run)
     if out is not None:
         write(out, whole)
     return run
+
+
+def _shown(data: Data, header: Header) -> dict[int, Tensor | tuple[str, ...]]:
+    """What a page can show of the data, if they are those of the run."""
+    examples = read_examples(data, split=header.split)
+    if examples.checksum != header.settings["data"]:
+        raise InputError(f"the data {examples.name!r} are not those that the run was made of; expected the same ones")
+    return examples.shown()
 
 
 def disagreements(found: Record, expected: Record, timed: bool = False) -> list[str]:

@@ -7,8 +7,9 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, final
 
 from holdfast.errors import InputError
 from holdfast.storage import Pathlike, check_output
@@ -17,8 +18,35 @@ if sys.platform != "win32":
     import fcntl
 
 
+@final
+@dataclass(frozen=True)
+class Journal:
+    """A file that is open for appending."""
+
+    name: str
+    descriptor: int
+
+    def append(self, line: bytes) -> None:
+        """Adds lines; they are on the disk when this returns, and what cannot be written whole is taken back."""
+        before = os.fstat(self.descriptor).st_size
+        try:
+            while line:
+                line = line[os.write(self.descriptor, line) :]
+            os.fsync(self.descriptor)
+        except OSError as error:
+            self.cut(before)
+            if before == 0:
+                Path(self.name).unlink()
+            kept = "; what was finished before is kept" if before else ""
+            raise InputError(f"{self.name!r} cannot be written: {error.strerror}{kept}") from None
+
+    def cut(self, length: int) -> None:
+        """Keeps the beginning alone."""
+        os.ftruncate(self.descriptor, length)
+
+
 @contextmanager
-def opened(path: Pathlike, *, wait: bool = False) -> Iterator[int]:
+def opened(path: Pathlike, *, wait: bool = False) -> Iterator[Journal]:
     """A file for appending, a new one or what is there, held by one process at a time.
 
     Args:
@@ -27,7 +55,6 @@ def opened(path: Pathlike, *, wait: bool = False) -> Iterator[int]:
     """
     name = os.fspath(path)
     check_output(path)
-    Path(name).parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         if sys.platform != "win32":
@@ -35,16 +62,9 @@ def opened(path: Pathlike, *, wait: bool = False) -> Iterator[int]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except OSError:
                 raise InputError(f"{name}: another run is writing to it; wait for it, or give another file") from None
-        yield descriptor
+        yield Journal(name, descriptor)
     finally:
         os.close(descriptor)
-
-
-def append(descriptor: int, line: bytes) -> None:
-    """Adds a line; it is on the disk when this returns."""
-    while line:
-        line = line[os.write(descriptor, line) :]
-    os.fsync(descriptor)
 
 
 def complete(content: bytes) -> bytes:

@@ -131,12 +131,12 @@ def certify(
     for word, number in (("batch", batch), ("workers", workers), ("limit", limit)):
         if number is not None and number < 1:
             raise InputError(f"{word} is {number}; expected at least 1")
+    decided = () if at is None else tuple(check_radii(at, "at"))
     shown = check_radii(radii, "radii")
     if isinstance(model, str | os.PathLike):
         name = name or os.fspath(model)
         model = load_classifier(os.fspath(model))
     chosen = (MinimalAttack() if attack else None) if isinstance(attack, bool) else attack
-    decided = () if at is None else tuple(check_radii(at, "at"))
     threat = Threat(norm, clip)
     settings = Settings(method, guarantee, chosen, seed, perturb, normalise, threat, decided, seconds_per_input)
     chosen_executor = choose(executor, workers)

@@ -16,7 +16,7 @@ from typing import final
 
 from torch import Tensor
 
-from holdfast.certification.journal import append, complete, opened
+from holdfast.certification.journal import Journal, complete, opened
 from holdfast.certification.lines import Header, Record, failure_line, growth_line, header_line, parse, record_line
 from holdfast.errors import HoldfastError, InputError
 from holdfast.results import CertificationRun
@@ -53,8 +53,8 @@ class Stored:
 class Writer:
     """A file that is open for appending, by one process at a time."""
 
-    def __init__(self, descriptor: int, records: dict[int, Record], failures: dict[int, str]) -> None:
-        self._descriptor = descriptor
+    def __init__(self, journal: Journal, records: dict[int, Record], failures: dict[int, str]) -> None:
+        self._journal = journal
         self.records, self.failures = records, failures
 
     def append(self, *records: Record) -> None:
@@ -62,14 +62,14 @@ class Writer:
         twice = [record.index for record in records if record.index in self.records]
         if twice:
             raise HoldfastError(f"input {twice[0]} is in the file already; please report how it came to run twice")
-        append(self._descriptor, b"".join(map(record_line, records)))
+        self._journal.append(b"".join(map(record_line, records)))
         self.records |= {record.index: record for record in records}
         for record in records:
             self.failures.pop(record.index, None)
 
     def fail(self, index: int, reason: str) -> None:
         """Adds why an input could not be done; it can be tried again."""
-        append(self._descriptor, failure_line(index, reason))
+        self._journal.append(failure_line(index, reason))
         self.failures[index] = reason
 
 
@@ -83,17 +83,17 @@ def open_writer(path: Pathlike, header: Header, *, resume: bool) -> Iterator[Wri
         resume: go on with what is there; otherwise begin anew.
     """
     name = os.fspath(path)
-    with opened(path) as descriptor:
+    with opened(path) as journal:
         content = complete(Path(name).read_bytes()) if resume else b""
         before, records, failures = parse(name, content) if content else (None, {}, {})
         if before is not None:
             _refuse_other(name, before, header)
-        os.ftruncate(descriptor, len(content))
+        journal.cut(len(content))
         if before is None:
-            append(descriptor, header_line(header))
+            journal.append(header_line(header))
         elif before.indices != header.indices:
-            append(descriptor, growth_line(before, header))
-        yield Writer(descriptor, records, failures)
+            journal.append(growth_line(before, header))
+        yield Writer(journal, records, failures)
 
 
 def read(path: Pathlike) -> Stored:

@@ -17,7 +17,7 @@ from rich.console import Console
 from holdfast import analysis
 from holdfast.analysis import Analysis, AnalysisProgress
 from holdfast.bounds import bound_named
-from holdfast.cli.inputs import Eps, Html, Json, Out, read_eps, writable
+from holdfast.cli.inputs import Eps, Html, Json, Out, Seed, read_eps, refuse_same, writable
 from holdfast.cli.work import INTERRUPTED, say_written
 from holdfast.data.digits import SIDE, demo_digits
 from holdfast.errors import InputError
@@ -46,7 +46,7 @@ def analyze(
     guarantee: Annotated[Literal["proved", "numerical"], typer.Option(help="Of the bounds.")] = "numerical",
     proved_slope: Annotated[bool, typer.Option(help="Also prove the local constants from above.")] = False,
     attack: Annotated[bool, typer.Option(help="Also search perturbations that move the output far.")] = True,
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    seed: Seed = 0,
     download: Annotated[bool, typer.Option("--download", help="Fetch files of the model that are missing.")] = False,
     html: Html = None,
     plot: Annotated[
@@ -59,6 +59,7 @@ def analyze(
     began = time.perf_counter()
     radii, chosen = check_radii(read_eps(eps)), _read_layers(layers)
     bound_named(method)  # like the options above: refused before a model is loaded
+    refuse_same(html, plot, out)
     if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
         raise InputError(f"--plot is {str(plot)!r}; expected a name that ends in .png, .svg or .pdf")
     loaded = _load(model, text, image, tokens, demo, max_tokens, download)
@@ -118,8 +119,8 @@ def _load(
     if model is None:
         raise InputError("no model was given; name a folder, a file or a model, or --demo")
     if len(given) != 1:
-        named = " and ".join(given) or "no input"
-        raise InputError(f"{named} was given for {model!r}; expected one of --text, --image and --tokens")
+        named = f"{' and '.join(given)} were" if given else "no input was"
+        raise InputError(f"{named} given for {model!r}; expected one of --text, --image and --tokens")
     if tokens is not None:
         return _with_ids(load(model, text=["."], download=download), tokens, max_tokens)
     return load(model, text=text, image=image, max_tokens=max_tokens, download=download)
@@ -129,8 +130,10 @@ def _with_ids(loaded: LoadedModel, file: Path, max_tokens: int | None) -> Loaded
     """The model with token ids from a file in the place of its input."""
     try:
         rows = [[int(word) for word in line.split()] for line in file.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise InputError(f"--tokens {str(file)!r} cannot be read as token ids: {error}") from None
+    except OSError as error:
+        raise InputError(f"--tokens {str(file)!r} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise InputError(f"--tokens {str(file)!r} has more than numbers; expected lines of token ids") from None
     rows = [row[:max_tokens] for row in rows if row]
     if not rows or len({len(row) for row in rows}) > 1:
         lengths = ", ".join(str(len(row)) for row in rows) or "no"

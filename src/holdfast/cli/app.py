@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from importlib import import_module
 from typing import Annotated, Any, NoReturn, cast
@@ -56,7 +57,18 @@ def load(name: str) -> Any:
     return typer.main.get_command(command)
 
 
-class _Group(TyperGroup):
+class NamedCommands(TyperGroup):
+    """Commands of which an unknown one meets the nearest."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that is meant, or an error that lists what there is."""
+        known = self.list_commands(ctx)
+        if not args[0].startswith("-") and args[0] not in known:
+            raise UnknownNameError("command", args[0], known)
+        return super().resolve_command(ctx, args)
+
+
+class _Group(NamedCommands):
     """Lists the commands without importing them, and imports the one that is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -66,8 +78,6 @@ class _Group(TyperGroup):
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if not args[0].startswith("-") and args[0] not in COMMANDS:
-            raise UnknownNameError("command", args[0], COMMANDS)
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else load(name), rest
 
@@ -98,6 +108,7 @@ def _root(
 
 def main() -> NoReturn:
     """Runs the command line: status 0, 2 with one line on bad input, or 130 when interrupted."""
+    logging.getLogger("holdfast").addHandler(logging.NullHandler())  # what matters of it, the commands say themselves
     try:
         status = app(standalone_mode=False)
     except HoldfastError as error:

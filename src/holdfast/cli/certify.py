@@ -15,11 +15,12 @@ from torch import nn
 
 from holdfast import certification
 from holdfast.certification import Shard, Verification, read
-from holdfast.certification.examples import Data, ranges, tokenised
-from holdfast.cli.inputs import Html, Json, writable
+from holdfast.certification.examples import Data, ranges, read_examples, tokenised
+from holdfast.certification.lines import Header
+from holdfast.cli.inputs import Html, Json, Seed, refuse_same, writable
 from holdfast.cli.work import INTERRUPTED, emit_json, say_written
 from holdfast.data import Dataset, load
-from holdfast.errors import InputError
+from holdfast.errors import HoldfastError, InputError
 from holdfast.executors import RayCluster
 from holdfast.graph.onnx import OnnxModel
 from holdfast.graph.perturbation import read_perturbation
@@ -101,7 +102,7 @@ def certify(
         str, typer.Option(help="Inputs at once; auto: one on a CPU, on a GPU as many as there is memory for.")
     ] = "auto",
     resume: Annotated[bool, typer.Option(help="Go on with --out, or begin it anew.")] = True,
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    seed: Seed = 0,
     data_dir: DataDir = None,
     download: Download = False,
     html: Html = None,
@@ -123,7 +124,7 @@ def certify(
         return
     assert data is not None
     decided = None if at is None else _read_numbers("--at", at)
-    numbers, part = read_radii(radii or at or _RADII), _read_shard(shard)
+    numbers, part = decided or read_radii(_RADII) if radii is None else read_radii(radii), _read_shard(shard)
     moved = None if perturb is None else read_perturbation(perturb)
     if (mean is None) != (std is None):
         raise InputError("one of --mean and --std was given; expected both, or neither")
@@ -131,6 +132,7 @@ def certify(
     if gpus_per_task and cluster is None:
         raise InputError("--gpus-per-task was given without --cluster; expected both, or --device cuda")
     executor = None if cluster is None else RayCluster(cluster, workers, gpus_per_task)
+    refuse_same(out, html, junit, keep=beside or ())
     targets = [_read_target(text) for text in target or ()]
     if junit is not None and not targets:
         raise InputError("--junit was given without --target; expected both")
@@ -197,10 +199,13 @@ def merge(
     out: Annotated[Path, typer.Option(help="File for the whole run.", callback=writable)],
     html: Html = None,
     beside: Beside = None,
+    data: Annotated[str | None, typer.Option(help="The data, to show inputs; default: as the files name them.")] = None,
+    data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
     """Join the files of shards; refuse records that disagree."""
-    run = certification.merge(files, out)
+    refuse_same(html, keep=[out, *files, *(beside or ())])
+    run = certification.merge(files, out, None if html is None else _data_of(read(files[0]).header, data, data_dir))
     if html is not None:
         run.to_html(html, *(read(path).run() for path in beside or ()))
     _show("merge", run, as_json, out, html)
@@ -216,7 +221,9 @@ def verify(
     weights: Weights = None,
     arg: Arguments = None,
     data: Annotated[str | None, typer.Option(help="The data, where they have moved since.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the sample, to repeat it; default: a fresh one.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**32 - 1, help="Of the sample, to repeat it; default: a fresh one.")
+    ] = None,
     batch: BatchSize = 8,
     data_dir: DataDir = None,
     download: Download = False,
@@ -330,6 +337,24 @@ def _examples(name: str, model: nn.Module, data: Dataset, download: bool) -> Dat
     if data.texts is None or not type(model).__module__.startswith("transformers."):
         return data
     return tokenised(data, load_tokenizer(name, download=download))
+
+
+def _data_of(header: Header, data: str | None, data_dir: Path | None) -> Data | None:
+    """The data of a run, so that its inputs can be shown: as they are, or as the tokenizer of its model encodes them.
+
+    None where none were named and those of the run are not to be found.
+    """
+    try:
+        found = load(data or header.data, header.split, data_dir)
+        if found.checksum == header.settings["data"] or found.texts is None:
+            examples = read_examples(found)
+        else:
+            examples = tokenised(found, load_tokenizer(header.model))
+    except HoldfastError:
+        if data is not None:
+            raise
+        return None
+    return examples if data is not None or examples.checksum == header.settings["data"] else None
 
 
 def _show(command: str, run: CertificationRun, as_json: bool, *written: Path | None) -> None:

@@ -22,7 +22,7 @@ from holdfast.progress import telling
 from holdfast.report.layer import head_table, plot_layers, sensitivity_table
 from holdfast.report.style import write_figure
 from holdfast.results import CertificationRun
-from holdfast.storage import check_output
+from holdfast.storage import check_folder, make_folder
 from holdfast.version import __version__
 
 _METHODS = {"best": 1, "lofast": 8}  # and how many digits are treated at once
@@ -36,14 +36,17 @@ _LAYER_SHOWN = (0.001, 0.01, 0.1, 1.0)
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the records, the page and the figures.")] = Path("out"),
+    out: Annotated[
+        Path, typer.Option(help="Folder for the records, the page and the figures; made if missing.")
+    ] = Path("out"),
     inputs: Annotated[int | None, typer.Option(min=1, max=32, help="Test digits; default: 16, for layers 2.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one per core, at most 4.")] = None,
     layers: Annotated[bool, typer.Option("--layers", help="Analyze the attention layers one by one.")] = False,
     as_json: Json = False,
 ) -> None:
     """Certify the bundled digits model: proved radii beside LoFAST's and an attack, as a table, a figure and a page."""
-    check_output(out / "demo.json")
+    check_folder(out, "layers.json" if layers else "demo.json")
+    make_folder(out)
     if layers:
         _analyze_layers(out, inputs or _LAYER_DIGITS, as_json)
     else:

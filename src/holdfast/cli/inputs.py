@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +21,7 @@ InputFile = Annotated[Path | None, typer.Argument(help="Its input in safetensors
 Demo = Annotated[bool, typer.Option("--demo", help="Take a layer of the bundled digits model, at test digits.")]
 DemoLayer = Annotated[int, typer.Option(help="Which attention layer of the demo model.")]
 Inputs = Annotated[int, typer.Option(min=1, help="How many inputs of the batch to take, at most.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of everything random.")]
 Eps = Annotated[str, typer.Option(help="Radii, separated by commas.")]
 
 
@@ -28,6 +30,17 @@ def writable(path: Path | None) -> Path | None:
     if path is not None:
         check_output(path)
     return path
+
+
+def refuse_same(*outputs: Path | None, keep: Sequence[Path] = ()) -> None:
+    """Refuses one name for two outputs, and an output that would take the place of a file that is read."""
+    taken = {path.resolve() for path in keep}
+    for path in outputs:
+        if path is None:
+            continue
+        if path.resolve() in taken:
+            raise InputError(f"{str(path)!r} stands for two files of this command; give each its own name")
+        taken.add(path.resolve())
 
 
 Html = Annotated[Path | None, typer.Option(help="Write the page to this file.", callback=writable)]
@@ -66,6 +79,8 @@ def read_subject(layer: Path | None, x: Path | None, demo: bool, demo_layer: int
         source, found = str(x or layer), ", ".join(sorted(given)) or "nothing"
         raise InputError(f"{source}: no tensor named x; found {found}; save the input under the name x")
     point = given["x"]
+    if point.ndim < 2 or 0 in point.shape:
+        raise InputError(f"{x or layer}: x has shape {tuple(point.shape)}; expected (…, n, d), and at least one input")
     if point.ndim == 2:
         point = point.unsqueeze(0)
     subject = ChosenLayer(layer.name, AttentionLayer.from_tensors(tensors, source=str(layer)), point.flatten(0, -3))

@@ -23,6 +23,7 @@ from holdfast.cli.inputs import (
     Json,
     LayerFile,
     Out,
+    Seed,
     read_eps,
     read_subject,
     writable,
@@ -138,7 +139,7 @@ def attack(
     objective: Annotated[str, typer.Option(help="output, delta-2, delta-21, scores or delta-22.")] = "output",
     restarts: Annotated[int, typer.Option(help="Starting points for every input.")] = 10,
     steps: Annotated[int, typer.Option(help="Gradient steps for every start.")] = 100,
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    seed: Seed = 0,
     as_json: Json = False,
     out: Out = None,
 ) -> None:

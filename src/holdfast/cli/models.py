@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from holdfast.certification import read
+from holdfast.cli.app import NamedCommands
 from holdfast.cli.inputs import Json, writable
 from holdfast.cli.work import emit_json, say_written
 from holdfast.models import ModelConfig, files, named_configs
@@ -19,7 +20,7 @@ from holdfast.models.card import card
 from holdfast.models.shelf import Shelved, put_on_shelf, read_shelved, shelved
 from holdfast.storage import write_text
 
-app = typer.Typer(help="The models that come with the package.", invoke_without_command=True)
+app = typer.Typer(help="The models that come with the package.", cls=NamedCommands, invoke_without_command=True)
 
 
 @app.callback()
@@ -69,7 +70,7 @@ def write_card(
 @app.command("halve")
 def halve(
     model: Annotated[Path, typer.Argument(help="The model.safetensors that train wrote.")],
-    out: Annotated[Path, typer.Argument(help="The file to write.")],
+    out: Annotated[Path, typer.Argument(help="The file to write.", callback=writable)],
 ) -> None:
     """Round the weights of a trained model to float16, before it is certified."""
     files.halve(model, out)

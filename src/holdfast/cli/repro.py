@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from holdfast.cli.app import NamedCommands
 from holdfast.cli.inputs import Json
 from holdfast.cli.work import INTERRUPTED, say_written, work_through
 from holdfast.device import check_device
@@ -26,7 +27,9 @@ from holdfast.studies import Study, StudyPlan, StudyRun, Workplace, measure_part
 from holdfast.train.tables import from_table, to_table
 
 app = typer.Typer(
-    help="Make the tables and figures of the papers and of the documentation again.", invoke_without_command=True
+    help="Make the tables and figures of the papers and of the documentation again.",
+    cls=NamedCommands,
+    invoke_without_command=True,
 )
 
 
@@ -61,8 +64,14 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
     "parameters": (Annotated[Path | None, typer.Option(help=_PARAMETERS)], None),
     "quick": (Annotated[bool, typer.Option("--quick", help="A try of less than a minute.")], False),
     "redraw": (Annotated[bool, typer.Option("--redraw", help="Only tables and figures of what is there.")], False),
-    "out": (Annotated[Path, typer.Option(help="Folder for the numbers and the figures.")], Path("results")),
-    "runs": (Annotated[Path, typer.Option(help="Folder for trained models and records.")], Path("runs")),
+    "out": (
+        Annotated[Path, typer.Option(help="Folder for the numbers and the figures; made if missing.")],
+        Path("results"),
+    ),
+    "runs": (
+        Annotated[Path, typer.Option(help="Folder for trained models and records; made if missing.")],
+        Path("runs"),
+    ),
     "data_dir": (Annotated[Path | None, typer.Option(help="Folder of the data; default: HOLDFAST_DATA.")], None),
     "device": (Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")], None),
     "jobs": (Annotated[int, typer.Option(min=1, help="Parts at once, each in a process with one thread.")], 1),

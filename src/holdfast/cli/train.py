@@ -18,7 +18,7 @@ from holdfast.data import load as load_data
 from holdfast.models.loading import load_classifier
 from holdfast.progress import progress_bar, telling
 from holdfast.results import CertificationRun
-from holdfast.train.config import TrainingConfig, read_training
+from holdfast.train.config import LARGEST_SEED, TrainingConfig, read_training
 from holdfast.train.loop import TrainingProgress
 from holdfast.train.loop import train as run_training
 
@@ -27,13 +27,15 @@ _FEW, _PATIENCE = 5, 10.0  # inputs that are certified after a training, and sec
 
 def train(
     config: Annotated[str, typer.Argument(help="A TOML file, or a name that `holdfast models` lists.")],
-    out: Annotated[Path | None, typer.Option(help="Folder; default: runs/NAME-seed-SEED.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Instead of the seed in the config.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder, made if missing; default: runs/NAME-seed-SEED.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=LARGEST_SEED, help="Instead of the seed in the config.")
+    ] = None,
     start: Annotated[Path | None, typer.Option(help="A saved model whose weights come first, to fine-tune it.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in the folder, or begin anew.")] = True,
     device: Annotated[str | None, typer.Option(help="Such as cuda:1; default: what accelerate chooses.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of the data files; default: HOLDFAST_DATA.")] = None,
-    checkpoint_seconds: Annotated[float, typer.Option(help="Time between two checkpoints.")] = 60.0,
+    checkpoint_seconds: Annotated[float, typer.Option(min=0, help="Time between two checkpoints.")] = 60.0,
     as_json: Json = False,
 ) -> None:
     """Train a model that can be certified; an interrupted training goes on with the same command."""

@@ -64,6 +64,8 @@ def _read_file(path: Path, split: str | None) -> Dataset:
     if missing:
         names = ", ".join(sorted(tensors)) or "nothing"
         raise InputError(f"{path}: no tensor named {' or '.join(missing)}; found {names}; a data set needs both")
+    if tensors["labels"].is_floating_point():
+        raise InputError(f"{path}: the labels are {tensors['labels'].dtype}; expected whole numbers, the classes")
     inputs, labels = tensors["inputs"], tensors["labels"].long()
     indices = tensors["indices"].long() if "indices" in tensors else torch.arange(labels.numel())
     if labels.ndim != 1 or indices.shape != labels.shape or inputs.shape[:1] != labels.shape:

@@ -22,8 +22,8 @@ _SOURCE = re.compile(r"(.+\.py):(\w+)")
 
 
 def names_function(model: str) -> bool:
-    """Whether the name is that of a function in a Python file."""
-    return _SOURCE.fullmatch(model) is not None
+    """Whether the name is that of a Python file, with a function as it must be, or without one."""
+    return re.fullmatch(r".+\.py(:.*)?", model) is not None
 
 
 def load_python(

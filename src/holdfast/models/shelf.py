@@ -13,7 +13,7 @@ from holdfast.models import files
 from holdfast.models.config import ModelConfig
 from holdfast.network.digest import weights_digest
 from holdfast.results import CertificationRun
-from holdfast.storage import Pathlike, read_metadata, read_tensors, write_tensors
+from holdfast.storage import Pathlike, make_folder, read_metadata, read_tensors, write_tensors
 
 LIMIT = 8_000_000  # bytes of one file
 
@@ -113,6 +113,7 @@ def put_on_shelf(name: str, path: Pathlike, *runs: CertificationRun) -> Shelved:
     size = Path(path).stat().st_size
     if size > LIMIT:
         raise InputError(f"{str(path)!r} has {size:,} bytes; the shelf takes files of at most {LIMIT:,}")
+    make_folder(files.SHELF)
     write_tensors(target, read_tensors(path), read_metadata(path) | notes)
     return read_shelved(target)
 

@@ -140,12 +140,19 @@ def _pictures(run: CertificationRun) -> bool:
     return run.data in _PICTURES or isinstance(next(iter(run.inputs.values()), None), Tensor)
 
 
+def _values(run: CertificationRun) -> int | None:
+    """How many numbers an input holds that moves as a whole, where an input or a perturbation tells."""
+    known = [*run.inputs.values(), *(record.perturbation for record in run.records)]
+    return next((t.numel() for t in known if isinstance(t, Tensor)), None)
+
+
 def _payload(runs: Sequence[CertificationRun]) -> dict[str, Any]:
     radii = sorted({radius for run in runs for radius in run.radii})
     return {
         "radii": radii,
         "perturbations": runs[0].perturbations,
         "norm": runs[0].norm,
+        "values": _values(runs[0]),
         "pixels": _pictures(runs[0]) and runs[0].settings.get("perturb", "input") in ("input", "pixels"),
         "runs": [
             {

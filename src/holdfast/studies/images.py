@@ -27,7 +27,7 @@ from holdfast.models.files import shelf_file, stored_config
 from holdfast.network.network import Network
 from holdfast.report.numbers import down
 from holdfast.results import CertificationRun
-from holdfast.storage import read_metadata
+from holdfast.storage import make_folder, read_metadata
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 
@@ -128,8 +128,7 @@ def measure(model_name: str, parameters: ImagesParameters, place: Workplace, tel
 def _certify(
     network: Network, data: Dataset, name: str, place: Workplace, method: str, inputs: int, tell: Tell
 ) -> CertificationRun:
-    folder, file = place.runs / "images", Path(name)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder, file = make_folder(place.runs / "images"), Path(name)
     run = certify(
         network,
         data,

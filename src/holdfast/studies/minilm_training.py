@@ -17,7 +17,7 @@ from holdfast import data as datasets
 from holdfast.errors import InputError
 from holdfast.extras import require
 from holdfast.models.loading import load_tokenizer
-from holdfast.storage import read_metadata, read_tensors, write_tensors
+from holdfast.storage import make_folder, read_metadata, read_tensors, write_tensors
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Workplace
 from holdfast.studies.texts import LanguageModel, load_source, random_model
@@ -90,7 +90,7 @@ def fine_tuned(setting: FineTuning, place: Workplace, tell: Tell) -> FineTuned:
     seconds = time.perf_counter() - began
     right = _accuracy(_frozen(model), source.tokenizer, place.data_dir)
     known = {"setting": asdict(setting), "accuracy": right, "seconds": seconds}
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(file.parent)
     write_tensors(file, dict(model.state_dict()), {"fine-tuning": json.dumps(known)})
     return FineTuned(setting, model, source.tokenizer, right, seconds)
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, final, get_args, get_origin, get_type_hints
 
-from holdfast.certification.journal import append, complete, from_line, opened, to_line
+from holdfast.certification.journal import complete, from_line, opened, to_line
 from holdfast.certification.settings import fingerprint
 from holdfast.certification.store import differences
 from holdfast.errors import HoldfastError, InputError
 from holdfast.report.style import paper_style, save_figure
-from holdfast.storage import write_text
+from holdfast.storage import check_folder, make_folder, write_text
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, settings, studies
 from holdfast.version import __version__
@@ -89,24 +88,30 @@ class StudyRun:
         return None
 
     def begin(self) -> Records:
-        """Opens the file of records, with what an earlier run has left; half a line at its end is cut off."""
+        """Opens the file of records, with what an earlier run has left; half a line at its end is cut off.
+
+        The folders of the numbers and of the trained models are made if they are missing.
+        """
+        check_folder(self.out, self.journal.name, self.numbers.name)
+        check_folder(self.place.runs)
+        make_folder(self.out)
         finished = self.read()
-        with opened(self.journal, wait=True) as descriptor:
+        with opened(self.journal, wait=True) as journal:
             content = complete(self.journal.read_bytes())
-            os.ftruncate(descriptor, len(content))
+            journal.cut(len(content))
             if not content:
-                append(descriptor, to_line(self._header()))
+                journal.append(to_line(self._header()))
                 for key, record in finished.items():
-                    append(descriptor, _entry(finished.kind(key), key, record))
+                    journal.append(_entry(finished.kind(key), key, record))
         return finished
 
     def measure(self, part: StudyPart, tell: Tell) -> None:
         """Does one part; its record is on the disk when this returns."""
         record = self.study.measure(self.parameters, part, self.place, self.read(), tell)
         line = _entry(part.kind, part.key, record)
-        with opened(self.journal, wait=True) as descriptor:
+        with opened(self.journal, wait=True) as journal:
             if part.key not in self.read():  # another run may have been quicker
-                append(descriptor, line)
+                journal.append(line)
 
     def pending(self, parts: Sequence[StudyPart]) -> list[StudyPart]:
         """The parts that are not finished."""

@@ -27,7 +27,7 @@ from holdfast.errors import InputError, SoundnessError
 from holdfast.graph import to_network
 from holdfast.models.digits import DigitsViT
 from holdfast.network.network import Network
-from holdfast.storage import read_metadata, read_tensors, write_tensors
+from holdfast.storage import make_folder, read_metadata, read_tensors, write_tensors
 from holdfast.studies.jasmin import load_digits
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
@@ -127,6 +127,7 @@ def prepare(setting: DigitsTraining, digits: int, folder: Path) -> TrainedVit:
         began = time.perf_counter()
         model = train(setting, training)
         seconds = time.perf_counter() - began
+        make_folder(folder)
         write_tensors(path, model.state_dict(), {"vit": json.dumps(asdict(setting) | {"seconds": seconds})})
     converted = to_network(model, test.images[:digits])
     x = converted.encode(test.images)

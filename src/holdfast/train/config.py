@@ -16,6 +16,8 @@ from holdfast.train.losses import CrossEntropy, Loss
 from holdfast.train.slopes import GainsSlope, MarginSlope
 from holdfast.train.tables import from_table, to_table
 
+#: Seeds take part in 64 bits, beside the number of the step.
+LARGEST_SEED = 2**30 - 1
 _TABLES = ("model", "data", "train", "grid")
 
 
@@ -86,6 +88,8 @@ class TrainConfig:
                 raise InputError(f"{name} of [train] is {getattr(self, name)}; expected a positive number")
         if not self.losses:
             raise InputError("losses of [train] is empty; expected at least one [[train.losses]]")
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise InputError(f"seed of [train] is {self.seed}; expected 0 to {LARGEST_SEED}")
         if not self.warmup < 1:
             raise InputError(f"warmup of [train] is {self.warmup}; expected a share of the training below 1")
 

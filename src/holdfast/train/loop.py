@@ -21,7 +21,7 @@ from holdfast.layers import ManifoldStep, manifold_parameters
 from holdfast.models import Transformer, save
 from holdfast.models import load as load_model
 from holdfast.progress import watching
-from holdfast.storage import Pathlike, check_output, write_text
+from holdfast.storage import Pathlike, check_folder, make_folder, write_text
 from holdfast.train.augment import AUGMENTATIONS
 from holdfast.train.checkpoint import Checkpoint
 from holdfast.train.config import TrainConfig, TrainingConfig, read_training
@@ -118,7 +118,7 @@ def train(
 
     Args:
         config: a `TrainingConfig`, the path of its TOML file, or the name of one that comes with the package.
-        out: folder for model.safetensors, checkpoint.safetensors and run.json.
+        out: folder for model.safetensors, checkpoint.safetensors and run.json; it is made if it is missing.
         resume: go on from the checkpoint in that folder; otherwise begin anew.
         data_dir: folder of the data files.
         device: such as "cuda:1"; by default what accelerate chooses, or a GPU if there is one.
@@ -133,10 +133,10 @@ def train(
     """
     if not isinstance(config, TrainingConfig):
         config = read_training(config)
-    for file in ("model.safetensors", "checkpoint.safetensors", "run.json"):
-        check_output(Path(out) / file)
+    check_folder(out, "model.safetensors", "checkpoint.safetensors", "run.json")
     place = find_place(device)
     training = _Training(config, Path(out), data_dir, place, command)
+    make_folder(out)
     with watching(progress if place.rank == 0 else False, config.name, lambda now: (now.step, now.steps)) as tell:
         return training.run(resume, checkpoint_seconds, tell)
 

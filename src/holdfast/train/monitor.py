@@ -20,7 +20,7 @@ from holdfast.errors import InputError
 from holdfast.graph.export import ModelInputs
 from holdfast.graph.trace import TracedLayer, Tracer
 from holdfast.linalg import MatrixOperator, estimate
-from holdfast.storage import Pathlike
+from holdfast.storage import Pathlike, check_output
 from holdfast.train.jasmin import row_penalties
 
 
@@ -110,6 +110,8 @@ class Monitor:
         self.every, self.growth, self.window = every, growth, window
         self._model, self._probe = model, probe_batch
         self._tracer: Tracer | None = None
+        if path is not None:
+            check_output(path)
         self._path = None if path is None else Path(path)
         self._records: list[MonitorRecord] = []
         self._calm_since = 0  # the first record that growth is measured from
@@ -133,7 +135,6 @@ class Monitor:
         record = MonitorRecord(step, layers, warning, time.perf_counter() - began)
         self._records.append(record)
         if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(record.to_dict()) + "\n")
         if warning is not None:

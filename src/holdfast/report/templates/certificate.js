@@ -48,7 +48,11 @@
     if (data.norm === "linf") return ` (${short(255 * radius)} of 255 grey levels in every pixel at once)`;
     const levels = 255 * radius;
     if (levels < 1) return ` (${short(levels)} of a grey level in one pixel)`;
-    return ` (as far as one grey level of 255 in ${short(levels ** 2)} numbers of the picture, or ${short(levels)} levels in a single one)`;
+    const one = `${short(levels)} of 255 grey levels in a single pixel`;
+    if (!data.values) return ` (${one})`;
+    const many = Math.floor(levels ** 2), each = levels / Math.sqrt(data.values);
+    if (many < data.values) return ` (as far as one of 255 grey levels in ${short(many)} pixels, or ${one})`;
+    return ` (as far as ${short(each)} of 255 grey levels in each of ${data.values} pixels, or ${one})`;
   }
 
   function summary() {
@@ -63,8 +67,9 @@
     strong(least(certified(run, radius)));
     answer.append(" stay correct");
     if (withAttack) {
-      answer.append("; an attack leaves at most ");
+      answer.append("; after an attack, at most ");
       strong(most(attacked(withAttack, radius)));
+      answer.append(" are");
     }
     answer.append(".");
     const figures = clear(byId("figures"));
@@ -76,8 +81,8 @@
     };
     const correct = run.records.filter(right), proved = run.guarantee === "proved";
     figure("median radius", down(median(correct.map((r) => r.radius))), proved ? "proved" : "numerical", proved ? "■ proved" : "◆ numerical");
-    if (withAttack) figure("median distance of a change", finite(median(withAttack.records.filter(right).map((r) => r.attack_radius))), "lower", "▲ attained");
-    if (run.attacked && ratios(run).length) figure("median certified / attack", down(median(ratios(run))), proved ? "proved" : "numerical", "1: nothing is lost");
+    if (withAttack) figure("median distance of the nearest change found", finite(median(withAttack.records.filter(right).map((r) => r.attack_radius))), "lower", "▲ attained");
+    if (run.attacked && ratios(run).length) figure("median certified / attack", down(median(ratios(run))), proved ? "proved" : "numerical", "1 would be exact");
     figure("seconds an input", digits(run.records.reduce((sum, r) => sum + r.seconds, 0) / run.records.length), "estimate", "wall time");
   }
 
@@ -143,7 +148,7 @@
     const run = data.runs[state.run], values = run.attacked ? ratios(run) : [];
     byId("ratio-card").hidden = !values.length;
     if (!values.length) return;
-    byId("ratio-text").textContent = `Certified radius divided by the distance of the nearest change that was found, for ${values.length} inputs that are answered correctly (${run.method}). The true radius is at most 1 on this scale.`;
+    byId("ratio-text").textContent = `Certified radius divided by the distance of the nearest change that was found, for ${values.length} inputs that are answered correctly (${run.method}). The true radius lies between this share and 1.`;
     const bins = 20, counts = Array(bins).fill(0);
     for (const value of values) counts[Math.min(bins - 1, Math.floor(value * bins))]++;
     const scale = axis([Math.max(...counts)], false);
