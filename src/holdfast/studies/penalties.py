@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ def charged(model: nn.Module, recipe: str, weight: float, k: int) -> Iterator[Pe
 
 @final
 class SpectralPenalty:
-    """The sum of the squared norms of all matrices but tables of embeddings, each by one step of the power iteration."""
+    """The sum of the squared norms of all matrices but tables of embeddings, each by one power iteration a step."""
 
     def __init__(self, model: nn.Module, weight: float) -> None:
         tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -70,20 +71,28 @@ def training_title(recipe: str, weight: float, k: int) -> str:
 
 
 def over_seeds(trainings: Mapping[str, Sequence[Sequence[float]]]) -> list[dict[str, Any]]:
-    """Mean and standard deviation of every column of numbers, from those of each seed, for every kind of training."""
+    """Mean and standard deviation of every column of numbers, from those of each seed, for every kind of training.
+
+    Both are None where a seed has an infinite number.
+    """
     rows = []
     for name, seeds in trainings.items():
-        columns = list(zip(*seeds, strict=True))
-        deviations = [statistics.stdev(column) if len(column) > 1 else 0.0 for column in columns]
-        rows.append(
-            {"training": name, "seeds": len(seeds), "means": list(map(statistics.fmean, columns)), "stds": deviations}
-        )
+        spreads = [_spread(column) for column in zip(*seeds, strict=True)]
+        means, stds = (list(part) for part in zip(*spreads, strict=True))
+        rows.append({"training": name, "seeds": len(seeds), "means": means, "stds": stds})
     return rows
+
+
+def _spread(column: Sequence[float]) -> tuple[float | None, float | None]:
+    if not all(map(math.isfinite, column)):
+        return None, None
+    return statistics.fmean(column), statistics.stdev(column) if len(column) > 1 else 0.0
 
 
 def _cells(row: dict[str, Any], forms: Sequence[str]) -> list[str]:
     numbers = zip(row["means"], row["stds"], forms, strict=True)
-    return [row["training"], str(row["seeds"]), *(f"{mean:{form}} ± {std:{form}}" for mean, std, form in numbers)]
+    told = ("none" if mean is None else f"{mean:{form}} ± {std:{form}}" for mean, std, form in numbers)
+    return [row["training"], str(row["seeds"]), *told]
 
 
 def seeds_table(title: str, columns: Mapping[str, str], rows: Sequence[dict[str, Any]]) -> Table:
@@ -109,6 +118,8 @@ def draw_seeds(panels: Mapping[int, tuple[str, str]], rows: Sequence[dict[str, A
     drawn = figure.subplots(1, len(panels), sharey=True)
     for panel, (column, (name, unit)) in zip(drawn, panels.items(), strict=True):
         for place, row in enumerate(rows):
+            if row["means"][column] is None:
+                continue
             kind = 0 if row["training"] == "plain" else 1 if row["training"].startswith("JaSMin") else 2
             panel.errorbar(
                 row["means"][column], place, xerr=row["stds"][column], fmt="o", color=PALETTE[kind], capsize=3
