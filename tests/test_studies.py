@@ -155,10 +155,12 @@ def test_statements_follow_the_numbers() -> None:
     )
     flat = [castin_measures.CesaroNorm(10, 1.4)]
     good = castin_measures.measure_statements([head], flat)
-    assert [one.judgement for one in good] == ["sharpened", "sharpened", "confirmed", "refuted", "confirmed"]
+    assert [one.judgement for one in good] == [*["sharpened"] * 3, "confirmed", "refuted", "confirmed"]
     wrong = replace(head, published=[1.4, 9.0], promised=[1.6, 2.0], masked_bound=[1.0, 1.0])
     bad = castin_measures.measure_statements([wrong], flat)
-    assert [one.judgement for one in bad] == ["refuted", "refuted", "confirmed", "refuted", "refuted"]
+    assert [one.judgement for one in bad] == ["refuted", "sharpened", "refuted", "confirmed", *["refuted"] * 2]
+    steep = castin_measures.measure_statements([replace(head, attained=[3.9, 4.0])], flat)
+    assert steep[1].judgement == "refuted"  # 2 e^½ + ½ is less than 3.9
 
 
 # -- verdicts

@@ -145,6 +145,9 @@ def measure_statements(heads: Sequence[MeasureGrowth], flat: Sequence[CesaroNorm
         math.log(head.attained[-1] / head.attained[-2]) / (head.gamma * (head.radii[-1] ** 2 - head.radii[-2] ** 2))
         for head in last
     ]
+    points = [(head, i, head.a * radius**2) for head in heads for i, radius in enumerate(head.radii)]
+    weaker = [((1 + 2 * s) * math.exp(s) + s, head.attained[i], head.bound[i]) for head, i, s in points]
+    above, larger = [v / slope for v, slope, _ in weaker], [v / ours for v, _, ours in weaker]
     masked = [b / s for head in heads for b, s in zip(head.masked_bound, head.masked_slope, strict=True)]
     steepest = max(flat, key=lambda one: one.norm)
     made = [
@@ -154,7 +157,14 @@ def measure_statements(heads: Sequence[MeasureGrowth], flat: Sequence[CesaroNorm
             f"bound / two Dirac masses: {min(gaps):.3g} to {max(gaps):.3g}; ours for p = 2 is "
             f"{min(better):.3g} to {max(better):.3g} times smaller",
             sharper=min(better) > 1,
-        )
+        ),
+        judged(
+            "W_2: Lip ≤ ‖V‖ [(1 + 2‖A‖R²) e^(‖A‖R²) + ‖A‖R²]",
+            min(above) >= 1,
+            f"bound / two Dirac masses: {min(above):.3g} to {max(above):.3g}; ours is "
+            f"{min(larger):.3g} to {max(larger):.3g} times smaller",
+            sharper=min(larger) > 1,
+        ),
     ]
     if lower:
         made += [
