@@ -194,9 +194,8 @@ def divided_heads(draws: int) -> list[float]:
     ratios = []
     for seed in range(draws):
         heads = [_draw(3 * seed + i)[0] for i in range(3)]
-        layer = AttentionLayer(
-            *(torch.cat([getattr(h, w) for h in heads]) for w in ("w_q", "w_k", "w_v", "w_o")), scale=1
-        )
+        w_q, w_k, w_v, w_o = (torch.cat([getattr(one, w) for one in heads]) for w in ("w_q", "w_k", "w_v", "w_o"))
+        layer = AttentionLayer(w_q, w_k, w_v, w_o, scale=1.0)
         split = split_attack(layer, _draw(seed)[1], step=1e-6)
         ratios.append((split.lower / split.divided.amax(-1)).item())
     return ratios

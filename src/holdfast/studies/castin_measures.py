@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from holdfast import api
 from holdfast.attacks import adversarial_configuration, two_diracs
 from holdfast.attention import AttentionLayer
-from holdfast.report.style import PALETTE, new_figure
+from holdfast.report.style import PALETTE, draw_range, new_figure
 from holdfast.studies.castin_heads import gamma_of, single_head
 from holdfast.studies.processes import Tell
 from holdfast.studies.statements import Statement, judged, statement_page, statement_table, to_json
@@ -209,9 +209,8 @@ def draw_measures(heads: Sequence[MeasureGrowth]) -> Figure:
         "masked_slope": "adversarial tokens, masked",
     }
     for colour, (key, label) in zip(PALETTE, labels.items(), strict=False):
-        values = torch.tensor([getattr(head, key) for head in heads])
-        panel.plot(heads[0].radii, values.mean(0), "--" if "masked" in key else "-", color=colour, label=label)
-        panel.fill_between(heads[0].radii, values.amin(0), values.amax(0), color=colour, alpha=0.15, linewidth=0)
+        rows, style = [getattr(head, key) for head in heads], "--" if "masked" in key else "-"
+        draw_range(panel, heads[0].radii, rows, style, color=colour, label=label)
     panel.set(yscale="log", xlabel="R", ylabel="Lipschitz constant")
     panel.grid(alpha=0.25)
     panel.legend(frameon=False)

@@ -69,12 +69,12 @@ class YudinMinilmParameters:
     """What `repro yudin-minilm` takes."""
 
     ks: tuple[int, ...] = option((0, 2, 10), "Values of k.", grid=True)
-    weights: tuple[float, ...] = option((0.01,), "Weights of JaSMin.", grid=True)
+    weights: tuple[float, ...] = option((0.1,), "Weights of JaSMin.", grid=True)
     spectral: tuple[float, ...] = option((1e-3,), "Weights of the spectral penalty.", grid=True)
     seeds: int = option(3, "How many trainings for each.", grid=True, least=1)
     source: str = option("minilm", f"What is fine-tuned: minilm, or {RANDOM} for a small BERT of random weights.")
-    layers: int = option(6, "Layers of it that are kept.", least=1)
-    steps: int = option(80, "Of each training.", least=1)
+    layers: int = option(3, "Layers of it that are kept; the whole has 6.", least=1)
+    steps: int = option(100, "Of each training.", least=1)
     batch: int = option(16, "Sentences in a step.", least=1)
     rate: float = option(2e-4, "The highest learning rate.")
     longest: int = option(24, "Tokens of a sentence in training at most.", least=4)
