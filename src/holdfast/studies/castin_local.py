@@ -332,7 +332,7 @@ def local_statement(row: LocalRatios) -> Statement:
 
 def draw_ratios(rows: Sequence[LocalRatios]) -> Figure:
     """The ratios of every statement, sorted."""
-    figure = new_figure(5.5, 3.2)
+    figure = new_figure(5.5, 4.2)
     panel = figure.subplots()
     for colour, row in zip(PALETTE, rows, strict=False):
         share = torch.linspace(0, 100, len(row.ratios))
@@ -340,5 +340,5 @@ def draw_ratios(rows: Sequence[LocalRatios]) -> Figure:
     panel.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
     panel.set(yscale="log", xlabel="% of the draws", ylabel="ratio")
     panel.grid(alpha=0.25)
-    panel.legend(frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure

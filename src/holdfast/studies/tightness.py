@@ -123,7 +123,7 @@ def draw_ratios(measurements: Sequence[LayerTightness]) -> Figure:
         panel.set(xscale="log", yscale="log", title=f"|W|={regime.weight:g}, rows {regime.row:.3g}", xlabel="eps")
         panel.grid(which="major", alpha=0.25)
     panels[0].set_ylabel("bound / attack - 1")
-    panels[0].legend(frameon=False, fontsize="x-small")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=8, frameon=False)
     return figure
 
 
