@@ -17,8 +17,10 @@ from holdfast.data.dataset import Dataset
 from holdfast.errors import InputError, SoundnessError
 from holdfast.models import VisionTransformer
 from holdfast.studies import cifar_training, cifar_vit
+from holdfast.studies.ascent import ascended
 from holdfast.studies.cifar_training import CifarNetwork, CifarRecipe, CifarTraining, load_network, save_network, train
 from holdfast.studies.cifar_vit import CifarImage, summed_up
+from holdfast.studies.penalties import SpectralPenalty
 
 TINY = CifarTraining(patch=16, depth=1, width=8, heads=2, steps=3, batch=4)
 KNOWN = CifarNetwork(TINY, 0.5, (0.4, 0.3, 0.2), 10, 4, 1.0, "cpu")
@@ -48,7 +50,7 @@ def test_penalties_make_small_what_they_charge() -> None:
     """Forty steps: the movement along δ, and the norms of matrices, are below those without a penalty."""
     setting = replace(TINY, steps=40, rate=1e-2)
     spectral = replace(setting, recipe="spectral", weight=1.0)
-    norms = [float(cifar_training._Spectral(train(one, noise()))()) for one in (setting, spectral)]
+    norms = [float(SpectralPenalty(train(one, noise()), 1.0)()) for one in (setting, spectral)]
     assert norms[1] < 0.7 * norms[0]
     free, charged = (replace(setting, recipe="lipschitz", weight=weight) for weight in (0.0, 10.0))
     x = noise().inputs
@@ -59,7 +61,7 @@ def test_penalties_make_small_what_they_charge() -> None:
 
 def test_adversarial_points_are_in_the_ball_and_raise_the_loss() -> None:
     model, data = train(replace(TINY, steps=30), noise()), noise()
-    moved = cifar_training.ascended(model, data.inputs, data.labels, 0.5, 5)
+    moved = ascended(model, data.inputs, data.labels, 0.5, 5)
     assert float((moved - data.inputs).flatten(1).norm(dim=1).max()) <= 0.5 * (1 + 1e-5)
     loss = torch.nn.functional.cross_entropy
     assert loss(model(moved), data.labels) > loss(model(data.inputs), data.labels)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import torch
+from cycler import cycler
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from holdfast.storage import write_bytes
 
@@ -22,6 +27,7 @@ _STYLE: dict[Any, Any] = {
     "axes.titlesize": 9,
     "legend.fontsize": 8,
     "figure.titlesize": 10,
+    "axes.prop_cycle": cycler(linestyle=("-", "--")) * cycler(color=PALETTE),  # of lines without a colour of their own
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "holdfast",  # the same numbers give the same file
 }
@@ -37,6 +43,17 @@ def new_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def draw_range(
+    panel: Axes, at: Sequence[float], rows: Sequence[Sequence[float]] | Tensor, style: str = "", **options: Any
+) -> str:
+    """The mean of several curves as a line, with their range behind it; returns its colour."""
+    values = torch.as_tensor(rows)
+    (line,) = panel.plot(at, values.mean(0), *([style] if style else []), **options)
+    colour = str(line.get_color())
+    panel.fill_between(at, values.amin(0), values.amax(0), color=colour, alpha=0.15, linewidth=0)
+    return colour
 
 
 def save_figure(figure: Figure, stem: Path) -> list[Path]:

@@ -23,6 +23,7 @@ from holdfast.studies import (  # each registers its studies
     words,
     yudin,
     yudin_cifar,
+    yudin_minilm,
 )
 from holdfast.studies.records import StudyRun, from_json, measure_part
 from holdfast.studies.study import (
@@ -72,4 +73,5 @@ __all__ = [
     "words",
     "yudin",
     "yudin_cifar",
+    "yudin_minilm",
 ]

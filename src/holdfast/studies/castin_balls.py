@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from holdfast import api
 from holdfast.attacks import adversarial_configuration
-from holdfast.report.style import PALETTE, new_figure
+from holdfast.report.style import PALETTE, draw_range, new_figure
 from holdfast.studies.castin_heads import gamma_of, single_head
 from holdfast.studies.processes import Tell
 from holdfast.studies.statements import Statement, judged, statement_page, statement_table, to_json
@@ -174,9 +174,7 @@ def draw_balls(heads: Sequence[BallGrowth]) -> Figure:
         panel = panels[row, column]
         own = [head for head in heads if head.masked == masked and head.radius == radius]
         for colour, (key, label) in zip(PALETTE, (*curves, ("promised", "paper's lower bound")), strict=False):
-            values = torch.tensor([getattr(head, key) for head in own])
-            panel.plot(own[0].tokens, values.mean(0), color=colour, label=label)
-            panel.fill_between(own[0].tokens, values.amin(0), values.amax(0), color=colour, alpha=0.15, linewidth=0)
+            draw_range(panel, own[0].tokens, [getattr(head, key) for head in own], color=colour, label=label)
         values = torch.tensor([head.ascended for head in own])
         panel.plot(own[0].tokens[: values.shape[1]], values.mean(0), "k.", label="gradient ascent")
         panel.set(xscale="log", yscale="log", title=f"{'masked' if masked else 'full'}, R = {radius:g}")

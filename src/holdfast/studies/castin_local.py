@@ -1,10 +1,11 @@
-"""`castin-local`: the differential, bounds at a point, large radii, biases, heads, norm layers and weighted tokens.
+"""`castin-local`: the differential, bounds at a point, large radii, biases, heads, norm layers, masks, weighted tokens.
 
 Small random heads whose Jacobian is written out and decomposed, so that nothing is estimated.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from holdfast import api
+from holdfast.attacks import split_attack
 from holdfast.attention import AttentionJacobian, AttentionLayer
 from holdfast.attention.large_radius import large_radius_limit
 from holdfast.attention.measure import WeightedJacobian, on_measure
-from holdfast.bounds.token_radius import layer_norm_radius
+from holdfast.bounds.token_radius import layer_norm_radius, rms_norm_radius
 from holdfast.report.style import PALETTE, new_figure
 from holdfast.studies.castin_heads import single_head
 from holdfast.studies.processes import Tell
@@ -135,6 +137,70 @@ def after_layer_norm(draws: int) -> list[float]:
     return ratios
 
 
+def after_rms_norm(draws: int) -> list[float]:
+    """√d ‖w‖_∞ / the longest token behind an RMSNorm."""
+    ratios = []
+    for seed in range(draws):
+        generator = torch.Generator().manual_seed(seed)
+        x, w = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((64, 8), (8,)))
+        longest = torch.linalg.vector_norm(torch.nn.functional.rms_norm(5 * x, (8,), w), dim=-1).max()
+        ratios.append(rms_norm_radius(w) / float(longest))
+    return ratios
+
+
+def with_residual(draws: int) -> list[float]:
+    """(|H| + ‖D_X f‖) / ‖H + D_X f‖, H of both signs."""
+    ratios = []
+    for seed in range(draws):
+        layer, x = _draw(seed)
+        H = (-1.0) ** seed
+        alone, together = (_norm(jacobian_matrix(one, x)) for one in (layer, layer.replace(residual=H)))
+        ratios.append((abs(H) + alone) / together)
+    return ratios
+
+
+def masked_rows(draws: int) -> list[float]:
+    """The ratio of v(1 + 3aR²) and the norm of D_X f for the longest token (p = ∞), causal."""
+    ratios = []
+    for seed in range(draws):
+        layer, x = _draw(seed, 0.2 + seed / draws, causal=True)
+        radius = float(torch.linalg.vector_norm(x, dim=-1).max())
+        blocks = jacobian_matrix(layer, x).reshape(_N, _D, _N, _D).transpose(1, 2)
+        ratios.append((1 + 3 * radius**2) / _longest_output(blocks))
+    return ratios
+
+
+def _longest_output(blocks: Tensor) -> float:
+    """The largest |Σ_j J_ij ε_j| over rows i and |ε_j| ≤ 1, (n, n, d, d): ascent from many directions, from below."""
+    u = torch.randn(64, _N, _D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for _ in range(50):
+        u = u / torch.linalg.vector_norm(u, dim=-1, keepdim=True)
+        pulled = torch.einsum("ijab,sia->sijb", blocks, u)  # the best ε_j points along it
+        lengths = torch.linalg.vector_norm(pulled, dim=-1, keepdim=True)
+        u = torch.einsum("ijab,sijb->sia", blocks, pulled / lengths.clamp(min=1e-300))
+    return float(torch.linalg.vector_norm(u, dim=-1).max())
+
+
+def masked_sums(draws: int) -> list[float]:
+    """The norm of running means of 1, 2, … tokens for sums of lengths (p = 1), which a constant would bound."""
+    one, none = torch.ones(1, 1, 1, dtype=torch.float64), torch.zeros(1, 1, 1, dtype=torch.float64)
+    means = AttentionLayer(none, none, one, one, causal=True)
+    tokens = (torch.zeros(n, 1, dtype=torch.float64) for n in range(1, draws + 1))
+    return [float(jacobian_matrix(means, x).abs().sum(0).max()) for x in tokens]
+
+
+def divided_heads(draws: int) -> list[float]:
+    """How far the copies of a token carry the output when they move apart / max_i ‖Σ_h W_h V_h C_i^h A_h‖, 3 heads."""
+    ratios = []
+    for seed in range(draws):
+        heads = [_draw(3 * seed + i)[0] for i in range(3)]
+        w_q, w_k, w_v, w_o = (torch.cat([getattr(one, w) for one in heads]) for w in ("w_q", "w_k", "w_v", "w_o"))
+        layer = AttentionLayer(w_q, w_k, w_v, w_o, scale=1.0)
+        split = split_attack(layer, _draw(seed)[1], step=1e-6)
+        ratios.append((split.lower / split.divided.amax(-1)).item())
+    return ratios
+
+
 def weighted(draws: int) -> list[float]:
     """‖diag(√μ) D diag(1/√μ)‖ by hand / that of our operator for weighted tokens."""
     ratios = []
@@ -198,8 +264,28 @@ CLAIMS = {
     "norm layer": LocalClaim(
         "tokens behind a LayerNorm are at most √d‖w‖_∞ + ‖b‖ long", after_layer_norm, "bound / longest", _above_one
     ),
+    "RMSNorm": LocalClaim(
+        "tokens behind an RMSNorm are at most √d‖w‖_∞ long", after_rms_norm, "bound / longest", _above_one
+    ),
+    "residual": LocalClaim("a residual adds |H|", with_residual, "sum / norm", _above_one),
+    "masked, p = ∞": LocalClaim("masked, p = ∞: Lip ≤ v(1 + 3aR²) (ours)", masked_rows, "bound / norm", _above_one),
+    "masked, p = 1": LocalClaim(
+        "masked, p = 1: no constant for every number of tokens",
+        masked_sums,
+        "norm at A = 0, for one token more in each draw",
+        lambda norms: all(abs(b - a - 1 / (i + 2)) < 1e-12 for i, (a, b) in enumerate(itertools.pairwise(norms))),
+    ),
+    "division, heads": LocalClaim(
+        "many heads, divided tokens: the slope is max_i ‖Σ_h W_h V_h C_i^h A_h‖ (our law)",
+        divided_heads,
+        "movement of a witness / law",
+        lambda ratios: all(abs(ratio - 1) < 1e-3 for ratio in ratios),
+    ),
     "weights": LocalClaim("weighted tokens: the norm is that of diag(√μ) D diag(1/√μ)", weighted, "ratio", _near_one),
 }
+
+
+_NO_RATIOS = ("differential", "weights", "masked, p = 1", "division, heads")  # not drawn: 0, 1 or no ratio
 
 
 @final
@@ -208,7 +294,7 @@ class CastinLocal(Study[LocalParameters]):
     """Statements about a point."""
 
     name = "castin-local"
-    title = "The differential, bounds at a point, large radii, biases, heads, norm layers and weighted tokens"
+    title = "The differential, bounds at a point, large radii, biases, heads, norm layers, masks and weighted tokens"
     paper = "castin2024"
     minutes = 1
     memory = 1
@@ -232,7 +318,7 @@ class CastinLocal(Study[LocalParameters]):
         return StudyOutput(
             {"statements": to_json(statements)},
             [statement_table("Castin et al. 2024, at a point", statements)],
-            {"": draw_ratios([row for row in rows if row.name not in ("differential", "weights")])},
+            {"": draw_ratios([row for row in rows if row.name not in _NO_RATIOS])},
             statement_page(statements),
         )
 
@@ -246,7 +332,7 @@ def local_statement(row: LocalRatios) -> Statement:
 
 def draw_ratios(rows: Sequence[LocalRatios]) -> Figure:
     """The ratios of every statement, sorted."""
-    figure = new_figure(5.5, 3.2)
+    figure = new_figure(5.5, 4.2)
     panel = figure.subplots()
     for colour, row in zip(PALETTE, rows, strict=False):
         share = torch.linspace(0, 100, len(row.ratios))
@@ -254,5 +340,5 @@ def draw_ratios(rows: Sequence[LocalRatios]) -> Figure:
     panel.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
     panel.set(yscale="log", xlabel="% of the draws", ylabel="ratio")
     panel.grid(alpha=0.25)
-    panel.legend(frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure

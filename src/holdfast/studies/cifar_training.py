@@ -10,21 +10,21 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, normalize, pad
+from torch.nn.functional import cross_entropy, pad
 
 from holdfast.data.dataset import Dataset
 from holdfast.errors import InputError
 from holdfast.models.vit import VisionTransformer
 from holdfast.storage import read_metadata, read_tensors, write_tensors
+from holdfast.studies.ascent import ascended, unit
+from holdfast.studies.penalties import Penalty, charged
 from holdfast.studies.vit_training import RAMP, TEMPERATURE, watched
-from holdfast.train import JaSMin
 
 CifarRecipe = Literal["plain", "pgd", "lipschitz", "jasmin", "spectral"]
 RADII = (36 / 255, 0.25, 0.5)  # of the attack on test images, l2 on pixels in [0, 1]
@@ -116,29 +116,24 @@ def train(setting: CifarTraining, data: Dataset, device: str = "cpu") -> VisionT
     groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=setting.rate, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: _rate((done + 1) / setting.steps))
-    penalty = JaSMin(model, setting.k, setting.weight) if setting.recipe == "jasmin" else None
-    spectral = _Spectral(model) if setting.recipe == "spectral" else None
     batch = min(setting.batch, len(labels))
     order = torch.empty(0, dtype=torch.long, device=device)
-    for done in range(setting.steps):
-        if len(order) < batch:
-            order = torch.randperm(len(labels), generator=draws, device=device)
-        chosen, order = order[:batch], order[batch:]
-        x, y = _augmented(images[chosen], draws), labels[chosen]
-        ramp = min(1.0, (done + 1) / (RAMP * setting.steps))
-        if setting.recipe == "lipschitz":
-            loss = _lipschitz_loss(model, x, y, setting, ramp, draws)
-        else:
-            loss = _loss(model, x, y, setting, penalty, draws)
-        if spectral is not None:
-            loss = loss + setting.weight * spectral()
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-    if penalty is not None:
-        penalty.remove()
+    with charged(model, setting.recipe, setting.weight, setting.k) as penalty:
+        for done in range(setting.steps):
+            if len(order) < batch:
+                order = torch.randperm(len(labels), generator=draws, device=device)
+            chosen, order = order[:batch], order[batch:]
+            x, y = _augmented(images[chosen], draws), labels[chosen]
+            ramp = min(1.0, (done + 1) / (RAMP * setting.steps))
+            if setting.recipe == "lipschitz":
+                loss = _lipschitz_loss(model, x, y, setting, ramp, draws)
+            else:
+                loss = _loss(model, x, y, setting, penalty, draws)
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
     return model.eval().requires_grad_(False)
 
 
@@ -178,28 +173,15 @@ def load_network(path: Path) -> tuple[VisionTransformer, CifarNetwork]:
     return model.eval().requires_grad_(False), known
 
 
-def ascended(
-    model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, radius: float, steps: int, start: Tensor | None = None
-) -> Tensor:
-    """Projected gradient ascent on the cross entropy in the l2 ball; the last points."""
-    delta = torch.zeros_like(x) if start is None else radius * _unit(start)
-    for _ in range(steps):
-        at = (x + delta).detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(cross_entropy(model(at), y, reduction="sum"), at)
-        delta = delta + 2.5 * radius / steps * _unit(gradient)
-        delta = delta * (radius / _length(delta)).clamp(max=1)
-    return (x + delta).detach()
-
-
 def _loss(
     model: VisionTransformer,
     x: Tensor,
     y: Tensor,
     setting: CifarTraining,
-    penalty: JaSMin | None,
+    penalty: Penalty | None,
     draws: torch.Generator,
 ) -> Tensor:
-    """Cross entropy, in bfloat16 on a GPU, at the images or near them, and JaSMin."""
+    """Cross entropy, in bfloat16 on a GPU, at the images or near them, and the penalty."""
     with torch.autocast(x.device.type, torch.bfloat16, enabled=x.device.type == "cuda"):
         if setting.radius:
             x = ascended(model, x, y, setting.radius, _INNER_STEPS, _normal(x, draws)).clamp(0, 1)
@@ -214,9 +196,9 @@ def _lipschitz_loss(
     model: VisionTransformer, x: Tensor, y: Tensor, setting: CifarTraining, ramp: float, draws: torch.Generator
 ) -> Tensor:
     """Cross entropy at a temperature, and how far what a certificate expands moves along δ, divided by ‖δ‖²."""
-    delta = (_DELTA * _unit(_normal(x, draws))).requires_grad_()
+    delta = (_DELTA * unit(_normal(x, draws))).requires_grad_()
     (gradient,) = torch.autograd.grad(_movement(model, x, delta)[1], delta)
-    logits, moved = _movement(model, x, _DELTA * _unit(gradient))
+    logits, moved = _movement(model, x, _DELTA * unit(gradient))
     if setting.radius:
 
         def scaled(at: Tensor) -> Tensor:
@@ -233,24 +215,6 @@ def _movement(model: VisionTransformer, x: Tensor, delta: Tensor) -> tuple[Tenso
     with watched(model) as movements:
         logits = model(torch.cat([x, x + delta]))[: len(x)]
         return logits, torch.stack(movements).sum() / (_DELTA**2 * len(x))
-
-
-@final
-class _Spectral:
-    """The sum of the squared norms of all matrices, each by one step of the power iteration."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._matrices = [p for p in model.parameters() if p.ndim == 2]
-        self._left = [normalize(torch.ones_like(w[:, 0]), dim=0) for w in self._matrices]
-
-    def __call__(self) -> Tensor:
-        total = torch.zeros((), device=self._matrices[0].device)
-        for i, w in enumerate(self._matrices):
-            with torch.no_grad():
-                right = normalize(self._left[i] @ w, dim=0)
-                self._left[i] = normalize(w @ right, dim=0)
-            total = total + torch.dot(self._left[i], w @ right).square()
-        return total
 
 
 def _initialise(model: VisionTransformer, width: int) -> None:
@@ -289,16 +253,6 @@ def _augmented(x: Tensor, draws: torch.Generator) -> Tensor:
 
 def _normal(x: Tensor, draws: torch.Generator) -> Tensor:
     return torch.randn(x.shape, generator=draws, device=x.device)
-
-
-def _length(t: Tensor) -> Tensor:
-    length: Tensor = torch.linalg.vector_norm(t, dim=(1, 2, 3), keepdim=True)
-    return length.clamp(min=1e-12)
-
-
-def _unit(t: Tensor) -> Tensor:
-    direction: Tensor = t / _length(t)
-    return direction
 
 
 @torch.no_grad()

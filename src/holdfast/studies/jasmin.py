@@ -19,7 +19,7 @@ from holdfast.attention import AttentionLayer
 from holdfast.data.digits import MAX_PIXEL, Digits
 from holdfast.errors import HoldfastError
 from holdfast.models.digits import DigitsViT
-from holdfast.report.style import new_figure
+from holdfast.report.style import draw_range, new_figure
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 from holdfast.train import JaSMin
@@ -135,15 +135,15 @@ def tables(cells: Sequence[PenaltyOutcome]) -> list[Table]:
 
 
 def draw_outcomes(cells: Sequence[PenaltyOutcome]) -> Figure:
-    """Robustness against smoothness, and the distributions of g_1 and ‖P‖ over heads."""
+    """Robustness against smoothness, and the distributions of g_1 and ‖P‖ over heads, with their range over seeds."""
     figure = new_figure(10, 3.6)
     scatter, g_1, norm_p = figure.subplots(1, 3)
     for title, group in _by_title(cells).items():
         style = {"color": "black", "linewidth": 2.5} if title == "plain" else {"linewidth": 1.2}
-        (line,) = g_1.plot(LEVELS, _mean([cell.g_1 for cell in group]), label=title, **style)
-        norm_p.plot(LEVELS, _mean([cell.norm_p for cell in group]), **style | {"color": line.get_color()})
+        colour = draw_range(g_1, LEVELS, [cell.g_1 for cell in group], label=title, **style)
+        draw_range(norm_p, LEVELS, [cell.norm_p for cell in group], **style | {"color": colour})
         points = [(max(cell.lipschitz), 100 * cell.attacked[-1]) for cell in group]
-        scatter.plot(*zip(*points, strict=True), "o", color=line.get_color(), label=title)
+        scatter.plot(*zip(*points, strict=True), "o", color=colour, label=title)
     scatter.set(xscale="log", xlabel="largest local constant of a layer", ylabel=f"% right under l2 {RADII[-1]:g}")
     g_1.set(yscale="log", xlabel="quantile", ylabel="largest g_1 of a head", title="softmax norm over heads")
     norm_p.set(xlabel="quantile", ylabel="‖P‖", title="norm of the probabilities over heads")

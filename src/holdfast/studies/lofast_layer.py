@@ -26,7 +26,7 @@ from holdfast.layers.attention.piece import Attention
 from holdfast.layers.piece import Piece
 from holdfast.models import Transformer
 from holdfast.models import load as load_model
-from holdfast.report.style import PALETTE, new_figure
+from holdfast.report.style import PALETTE, draw_range, new_figure
 from holdfast.results import Guarantee
 from holdfast.studies.processes import Tell
 from holdfast.studies.statements import Statement, judged, statement_page, statement_table, to_json
@@ -344,8 +344,7 @@ def norm_statements(rows: Sequence[LayerCurves]) -> list[Statement]:
 def _line(panel: Axes, rows: Sequence[LayerCurves], key: str, colour: str, label: str, style: str = "-") -> None:
     """The mean over inputs and heads, with the range."""
     values = torch.cat([torch.tensor(getattr(row, key)).reshape(-1, len(row.eps)) for row in rows])
-    panel.plot(rows[0].eps, values.mean(0), style, color=colour, label=label)
-    panel.fill_between(rows[0].eps, values.amin(0), values.amax(0), color=colour, alpha=0.12, linewidth=0)
+    draw_range(panel, rows[0].eps, values, style, color=colour, label=label)
 
 
 def draw_steps(rows: Sequence[LayerCurves]) -> Figure:

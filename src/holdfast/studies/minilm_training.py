@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,16 @@ from holdfast.errors import InputError
 from holdfast.extras import require
 from holdfast.models.loading import load_tokenizer
 from holdfast.storage import make_folder, read_metadata, read_tensors, write_tensors
+from holdfast.studies.penalties import charged
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Workplace
 from holdfast.studies.texts import LanguageModel, load_source, random_model
 
 RANDOM = "random"  # instead of MiniLM: a BERT of two narrow layers that was not trained before
-_LONGEST = 64  # tokens of a sentence in training
+_LONGEST = 64  # tokens of a sentence
 _WARM_UP = 0.1  # of the steps
+
+Recipe = Literal["plain", "jasmin", "spectral"]
 
 
 @final
@@ -39,6 +42,10 @@ class FineTuning:
         batch: sentences in a step.
         rate: the highest learning rate.
         seed: of the head, the order of the sentences, and dropout.
+        recipe: what is added to the cross entropy: nothing, JaSMin, or the norms of all matrices but embeddings.
+        weight: of that penalty.
+        k: of JaSMin.
+        longest: tokens of a sentence in training at most.
     """
 
     source: str = "minilm"
@@ -47,11 +54,17 @@ class FineTuning:
     batch: int = 16
     rate: float = 1e-4
     seed: int = 0
+    recipe: Recipe = "plain"
+    weight: float = 0.0
+    k: int = 0
+    longest: int = _LONGEST
 
     @property
     def name(self) -> str:
         """Of its file."""
         training = f"steps{self.steps}-batch{self.batch}-rate{self.rate:g}-seed{self.seed}"
+        training += "" if self.recipe == "plain" else f"-{self.recipe}-k{self.k}-weight{self.weight:g}"
+        training += "" if self.longest == _LONGEST else f"-longest{self.longest}"
         return f"{self.source}-layers{self.layers}-sst2-{training}"
 
 
@@ -77,21 +90,30 @@ class FineTuned:
 
 def fine_tuned(setting: FineTuning, place: Workplace, tell: Tell) -> FineTuned:
     """The classifier; one that an earlier run has trained is loaded."""
-    source = _source(setting.source)
-    model, file = _classifier(source.model, setting), place.runs / f"{setting.name}.safetensors"
+    file = place.runs / f"{setting.name}.safetensors"
     if file.exists():
         stored = json.loads(read_metadata(file)["fine-tuning"])
-        if stored["setting"] != asdict(setting):
+        if FineTuning(**stored["setting"]) != setting:
             raise InputError(f"{file} was made with other settings; move it away, or give another --runs")
+        source = _source(setting.source)
+        model = _classifier(source.model, setting)
         model.load_state_dict(read_tensors(file))
         return FineTuned(setting, _frozen(model), source.tokenizer, stored["accuracy"], stored["seconds"])
-    began = time.perf_counter()
-    _train(model, source.tokenizer, setting, place.data_dir, tell)
-    seconds = time.perf_counter() - began
-    right = _accuracy(_frozen(model), source.tokenizer, place.data_dir)
-    known = {"setting": asdict(setting), "accuracy": right, "seconds": seconds}
+    tuned = fine_tune(setting, place.data_dir, tell)
+    known = {"setting": asdict(setting), "accuracy": tuned.accuracy, "seconds": tuned.seconds}
     make_folder(file.parent)
-    write_tensors(file, dict(model.state_dict()), {"fine-tuning": json.dumps(known)})
+    write_tensors(file, dict(tuned.model.state_dict()), {"fine-tuning": json.dumps(known)})
+    return tuned
+
+
+def fine_tune(setting: FineTuning, data_dir: Path | None, tell: Tell) -> FineTuned:
+    """Trains the classifier; a fixed number of steps, and nothing is chosen by its accuracy."""
+    source = _source(setting.source)
+    model = _classifier(source.model, setting)
+    began = time.perf_counter()
+    _train(model, source.tokenizer, setting, data_dir, tell)
+    seconds = time.perf_counter() - began
+    right = _accuracy(_frozen(model), source.tokenizer, data_dir)
     return FineTuned(setting, model, source.tokenizer, right, seconds)
 
 
@@ -130,13 +152,14 @@ def _train(model: Any, tokenizer: Any, setting: FineTuning, data_dir: Path | Non
         optimizer, lambda i: min((i + 1) / rise, (setting.steps - i) / max(1, setting.steps - rise))
     )
     model.train()
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), charged(model, setting.recipe, setting.weight, setting.k) as penalty:
         torch.manual_seed(setting.seed)
         order = torch.randperm(len(train))
         for step in range(setting.steps):
             places = [int(order[i % len(order)]) for i in range(step * setting.batch, (step + 1) * setting.batch)]
             sentences = [train.texts[i] for i in places] if train.texts is not None else []
-            loss = model(**tokens(tokenizer, sentences), labels=train.labels[places]).loss
+            loss = model(**tokens(tokenizer, sentences, setting.longest), labels=train.labels[places]).loss
+            loss = loss if penalty is None else loss + penalty()
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             nn.utils.clip_grad_norm_(trained, 1.0)
@@ -145,17 +168,19 @@ def _train(model: Any, tokenizer: Any, setting: FineTuning, data_dir: Path | Non
             tell(0.95 * (step + 1) / setting.steps)
 
 
-def tokens(tokenizer: Any, sentences: Sequence[str]) -> dict[str, Tensor]:
+def tokens(tokenizer: Any, sentences: Sequence[str], longest: int = _LONGEST) -> dict[str, Tensor]:
     """What the model takes."""
-    encoded = tokenizer(list(sentences), padding=True, truncation=True, max_length=_LONGEST, return_tensors="pt")
+    encoded = tokenizer(list(sentences), padding=True, truncation=True, max_length=longest, return_tensors="pt")
     return {key: encoded[key] for key in ("input_ids", "attention_mask")}
 
 
 def _accuracy(model: nn.Module, tokenizer: Any, data_dir: Path | None) -> float:
     dev = datasets.load("sst2", "dev", data_dir)
     texts = dev.texts or ()
+    places = sorted(range(len(dev)), key=lambda i: len(texts[i]))  # sentences of a length need little padding
     right = 0
     for i in range(0, len(dev), 64):
-        answers = model(**tokens(tokenizer, texts[i : i + 64])).logits.argmax(1)
-        right += int((answers == dev.labels[i : i + 64]).sum())
+        some = places[i : i + 64]
+        answers = model(**tokens(tokenizer, [texts[j] for j in some])).logits.argmax(1)
+        right += int((answers == dev.labels[some]).sum())
     return right / len(dev)

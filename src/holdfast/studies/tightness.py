@@ -20,7 +20,7 @@ from holdfast import api
 from holdfast.attention import AttentionLayer
 from holdfast.bounds import bounds
 from holdfast.errors import InputError
-from holdfast.report.style import new_figure
+from holdfast.report.style import draw_range, new_figure
 from holdfast.results import Guarantee
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
@@ -111,18 +111,19 @@ def tables(measurements: Sequence[LayerTightness]) -> list[Table]:
 
 
 def draw_ratios(measurements: Sequence[LayerTightness]) -> Figure:
-    """Ratio minus one over eps, a panel for each regime."""
+    """Ratio minus one over eps, mean and range over the layers, a panel for each regime."""
     groups = _by_regime(measurements)
     figure = new_figure(2.6 * len(groups), 3.0)
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
     for panel, (regime, rows) in zip(panels, groups.items(), strict=True):
         for name in rows[0].ratios:
             if name != "best":
-                panel.plot(rows[0].radii, [value - 1 for value in _mean(rows, name)], marker=".", label=name)
+                above = torch.tensor([row.ratios[name] for row in rows]) - 1
+                draw_range(panel, rows[0].radii, above, marker=".", label=name)
         panel.set(xscale="log", yscale="log", title=f"|W|={regime.weight:g}, rows {regime.row:.3g}", xlabel="eps")
         panel.grid(which="major", alpha=0.25)
     panels[0].set_ylabel("bound / attack - 1")
-    panels[0].legend(frameon=False, fontsize="x-small")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=8, frameon=False)
     return figure
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import torch
-from matplotlib.figure import Figure
-from rich.table import Table
 
 from holdfast import data as datasets
 from holdfast.data.dataset import Dataset
-from holdfast.report.style import PALETTE, new_figure
 from holdfast.studies.cifar_training import RADII, CifarNetwork, CifarTraining, train_and_measure
+from holdfast.studies.penalties import draw_seeds, over_seeds, seeds_page, seeds_table, training_title
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 
@@ -43,10 +40,8 @@ def settings(parameters: YudinCifarParameters) -> list[CifarTraining]:
 
 
 def title(setting: CifarTraining) -> str:
-    """What is compared: the penalty and its weight."""
-    if setting.recipe == "jasmin":
-        return f"JaSMin, k={setting.k}, weight {setting.weight:g}"
-    return "plain" if setting.recipe == "plain" else f"{setting.recipe}, weight {setting.weight:g}"
+    """What is compared."""
+    return training_title(setting.recipe, setting.weight, setting.k)
 
 
 @final
@@ -80,7 +75,9 @@ class YudinCifarStudy(Study[YudinCifarParameters]):
 
     def show(self, parameters: YudinCifarParameters, records: Records) -> StudyOutput:
         rows = summary(records.of("training"))
-        return StudyOutput({"radii": RADII, "trainings": rows}, [penalty_table(rows)], {"": draw(rows)}, _page(rows))
+        table = seeds_table("small ViT on CIFAR-10: mean ± standard deviation over seeds", _COLUMNS, rows)
+        figures = {"": draw_seeds(_PANELS, rows)}
+        return StudyOutput({"radii": RADII, "trainings": rows}, [table], figures, seeds_page(_COLUMNS, rows))
 
 
 def _noise() -> Dataset:
@@ -91,57 +88,11 @@ def _noise() -> Dataset:
 
 def summary(networks: Sequence[CifarNetwork]) -> list[dict[str, Any]]:
     """Mean and standard deviation over the seeds, in percent: clean accuracy, then PGD accuracy at every radius."""
-    groups: dict[str, list[CifarNetwork]] = {}
+    groups: dict[str, list[list[float]]] = {}
     for one in networks:
-        groups.setdefault(title(one.training), []).append(one)
-    rows = []
-    for name, group in groups.items():
-        columns = [[100 * one.accuracy for one in group]]
-        columns += [[100 * one.attacked[i] for one in group] for i in range(len(RADII))]
-        deviations = [statistics.stdev(column) if len(column) > 1 else 0.0 for column in columns]
-        rows.append(
-            {"training": name, "seeds": len(group), "means": list(map(statistics.fmean, columns)), "stds": deviations}
-        )
-    return rows
+        groups.setdefault(title(one.training), []).append([100 * share for share in (one.accuracy, *one.attacked)])
+    return over_seeds(groups)
 
 
-_COLUMNS = ("training", "seeds", "accuracy %", *(f"PGD, l2 {radius:.2g} %" for radius in RADII))
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    numbers = (f"{mean:.1f} ± {std:.1f}" for mean, std in zip(row["means"], row["stds"], strict=True))
-    return [row["training"], str(row["seeds"]), *numbers]
-
-
-def penalty_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """One row for each penalty."""
-    table = Table(title="small ViT on CIFAR-10: mean ± standard deviation over seeds", title_justify="left")
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column == "training" else "right")
-    for row in rows:
-        table.add_row(*_cells(row))
-    return table
-
-
-def _page(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [_COLUMNS, ("---", *("---:",) * (len(_COLUMNS) - 1)), *map(_cells, rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def draw(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Accuracy and PGD accuracy of each penalty, with error bars over the seeds."""
-    figure = new_figure(7.0, 3.2)
-    panels = figure.subplots(1, 3, sharey=True)
-    for column, (panel, name) in enumerate(
-        zip(panels, ("clean", *(f"PGD, l2 {r:.2g}" for r in RADII[:2])), strict=True)
-    ):
-        for place, row in enumerate(rows):
-            kind = 0 if row["training"] == "plain" else 1 if row["training"].startswith("JaSMin") else 2
-            panel.errorbar(
-                row["means"][column], place, xerr=row["stds"][column], fmt="o", color=PALETTE[kind], capsize=3
-            )
-        panel.set(xlabel="%", title=name)
-        panel.grid(alpha=0.25, axis="x")
-    panels[0].set_yticks(range(len(rows)), [row["training"] for row in rows])
-    panels[0].invert_yaxis()
-    return figure
+_COLUMNS = dict.fromkeys(("accuracy %", *(f"PGD, l2 {radius:.2g} %" for radius in RADII)), ".1f")
+_PANELS = {0: ("clean", "%")} | {i + 1: (f"PGD, l2 {RADII[i]:.2g}", "%") for i in range(2)}

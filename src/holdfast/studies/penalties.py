@@ -1,0 +1,131 @@
+"""Trainings with a penalty beside trainings without one: what is added to the loss, and the tables over seeds."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, final
+
+import torch
+from matplotlib.figure import Figure
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from holdfast.report.style import PALETTE, new_figure
+from holdfast.train import JaSMin
+
+
+class Penalty(Protocol):
+    """What is added to the loss after each forward pass."""
+
+    def __call__(self) -> Tensor: ...
+
+    def reset(self) -> None:
+        """Forgets forward passes that are not to be charged."""
+
+
+@contextmanager
+def charged(model: nn.Module, recipe: str, weight: float, k: int) -> Iterator[Penalty | None]:
+    """The penalty of a recipe, attached to a model: JaSMin, or the norms of all matrices; None for any other."""
+    if recipe == "jasmin":
+        with JaSMin(model, k, weight) as penalty:
+            yield penalty
+    else:
+        yield SpectralPenalty(model, weight) if recipe == "spectral" else None
+
+
+@final
+class SpectralPenalty:
+    """The sum of the squared norms of all matrices but tables of embeddings, each by one power iteration a step."""
+
+    def __init__(self, model: nn.Module, weight: float) -> None:
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        self._weight = weight
+        self._matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in tables]
+        self._left = [normalize(torch.ones_like(w[:, 0]), dim=0) for w in self._matrices]
+
+    def __call__(self) -> Tensor:
+        total = torch.zeros((), device=self._matrices[0].device)
+        for i, w in enumerate(self._matrices):
+            with torch.no_grad():
+                right = normalize(self._left[i] @ w, dim=0)
+                self._left[i] = normalize(w @ right, dim=0)
+            total = total + torch.dot(self._left[i], w @ right).square()
+        return self._weight * total
+
+    def reset(self) -> None:
+        """Nothing: the norms do not depend on forward passes."""
+
+
+def training_title(recipe: str, weight: float, k: int) -> str:
+    """What is compared: the penalty and its weight."""
+    if recipe == "jasmin":
+        return f"JaSMin, k={k}, weight {weight:g}"
+    return "plain" if recipe == "plain" else f"{recipe}, weight {weight:g}"
+
+
+# -- means over seeds
+
+
+def over_seeds(trainings: Mapping[str, Sequence[Sequence[float]]]) -> list[dict[str, Any]]:
+    """Mean and standard deviation of every column of numbers, from those of each seed, for every kind of training.
+
+    Both are None where a seed has an infinite number.
+    """
+    rows = []
+    for name, seeds in trainings.items():
+        spreads = [_spread(column) for column in zip(*seeds, strict=True)]
+        means, stds = (list(part) for part in zip(*spreads, strict=True))
+        rows.append({"training": name, "seeds": len(seeds), "means": means, "stds": stds})
+    return rows
+
+
+def _spread(column: Sequence[float]) -> tuple[float | None, float | None]:
+    if not all(map(math.isfinite, column)):
+        return None, None
+    return statistics.fmean(column), statistics.stdev(column) if len(column) > 1 else 0.0
+
+
+def _cells(row: dict[str, Any], forms: Sequence[str]) -> list[str]:
+    numbers = zip(row["means"], row["stds"], forms, strict=True)
+    told = ("none" if mean is None else f"{mean:{form}} ± {std:{form}}" for mean, std, form in numbers)
+    return [row["training"], str(row["seeds"]), *told]
+
+
+def seeds_table(title: str, columns: Mapping[str, str], rows: Sequence[dict[str, Any]]) -> Table:
+    """One row for each kind of training; `columns` are titles with the format of their numbers."""
+    table = Table(title=title, title_justify="left")
+    for column in ("training", "seeds", *columns):
+        table.add_column(column, justify="left" if column == "training" else "right")
+    for row in rows:
+        table.add_row(*_cells(row, list(columns.values())))
+    return table
+
+
+def seeds_page(columns: Mapping[str, str], rows: Sequence[dict[str, Any]]) -> str:
+    """The same for a Markdown page."""
+    head: list[Sequence[str]] = [("training", "seeds", *columns), ("---", *("---:",) * (len(columns) + 1))]
+    lines = [*head, *(_cells(row, list(columns.values())) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def draw_seeds(panels: Mapping[int, tuple[str, str]], rows: Sequence[dict[str, Any]]) -> Figure:
+    """One panel for each chosen column (by number: title and unit), with error bars over the seeds."""
+    figure = new_figure(7.0, 3.2)
+    drawn = figure.subplots(1, len(panels), sharey=True)
+    for panel, (column, (name, unit)) in zip(drawn, panels.items(), strict=True):
+        for place, row in enumerate(rows):
+            if row["means"][column] is None:
+                continue
+            kind = 0 if row["training"] == "plain" else 1 if row["training"].startswith("JaSMin") else 2
+            panel.errorbar(
+                row["means"][column], place, xerr=row["stds"][column], fmt="o", color=PALETTE[kind], capsize=3
+            )
+        panel.set(xlabel=unit, title=name)
+        panel.grid(alpha=0.25, axis="x")
+    drawn[0].set_yticks(range(len(rows)), [row["training"] for row in rows])
+    drawn[0].invert_yaxis()
+    return figure

@@ -1,0 +1,242 @@
+"""`repro yudin-minilm`: JaSMin and a spectral penalty beside plain fine-tuning of MiniLM on SST-2, over seeds.
+
+What moves are the embeddings of all words of a sentence, before positions are added and normalised.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from holdfast import api
+from holdfast import data as datasets
+from holdfast.attacks.minimal import MinimalAttack
+from holdfast.attention.softmax import softmax_jacobian_norm
+from holdfast.errors import InputError
+from holdfast.graph.trace import iter_trace
+from holdfast.studies.ascent import ascended
+from holdfast.studies.minilm_training import RANDOM, FineTuned, FineTuning, fine_tune, tokens
+from holdfast.studies.penalties import draw_seeds, over_seeds, seeds_page, seeds_table, training_title
+from holdfast.studies.processes import Tell
+from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
+
+RADII = (0.1, 0.2)  # l2 over all words of a sentence; one embedding has a length of about 1
+_PGD_STEPS = 10
+_NEAREST = MinimalAttack(restarts=1, targets=1, steps=20)
+
+
+@final
+@dataclass(frozen=True)
+class SentencePenalty:
+    """A fine-tuned model, measured.
+
+    Attributes:
+        setting: how it was fine-tuned.
+        accuracy: on the development set.
+        clean: share of the attacked sentences that are answered right.
+        attacked: share of them that stay right under PGD, for every radius of RADII.
+        sentences: how many were attacked.
+        nearest: of the first ones that are answered right, the smallest movement found that changes the answer.
+        not_found: for how many of those there is none.
+        lipschitz: of each layer's attention, the largest local constant at the probed sentences (estimates).
+        g_1: of each layer, the largest over heads and rows, mean over the probed sentences.
+        norm_p: of each layer, the largest ‖P‖ of a head, mean over the probed sentences.
+        seconds: of the training.
+    """
+
+    setting: FineTuning
+    accuracy: float
+    clean: float
+    attacked: list[float]
+    sentences: int
+    nearest: list[float]
+    not_found: int
+    lipschitz: list[float]
+    g_1: list[float]
+    norm_p: list[float]
+    seconds: float
+
+
+@final
+@dataclass(frozen=True)
+class YudinMinilmParameters:
+    """What `repro yudin-minilm` takes."""
+
+    ks: tuple[int, ...] = option((0, 2, 10), "Values of k.", grid=True)
+    weights: tuple[float, ...] = option((0.1,), "Weights of JaSMin.", grid=True)
+    spectral: tuple[float, ...] = option((1e-3,), "Weights of the spectral penalty.", grid=True)
+    seeds: int = option(3, "How many trainings for each.", grid=True, least=1)
+    source: str = option("minilm", f"What is fine-tuned: minilm, or {RANDOM} for a small BERT of random weights.")
+    layers: int = option(3, "Layers of it that are kept; the whole has 6.", least=1)
+    steps: int = option(100, "Of each training.", least=1)
+    batch: int = option(16, "Sentences in a step.", least=1)
+    rate: float = option(2e-4, "The highest learning rate.")
+    longest: int = option(24, "Tokens of a sentence in training at most.", least=4)
+    sentences: int = option(48, "That PGD attacks: the first short ones of the development set.", least=1)
+    shortest: int = option(16, "Tokens of those at most, special ones included.", least=4)
+    nearest: int = option(10, "For how many of them the smallest change of the answer is searched.", least=1)
+    probed: int = option(4, "On how many of them the attention is measured.", least=1)
+
+
+def settings(parameters: YudinMinilmParameters) -> list[FineTuning]:
+    """Every training, seed by seed, so that an interrupted run can be compared."""
+    own: dict[str, Any] = {
+        key: getattr(parameters, key) for key in ("source", "layers", "steps", "batch", "rate", "longest")
+    }
+    variants: list[dict[str, Any]] = [{}]
+    variants += [{"recipe": "jasmin", "k": k, "weight": w} for k in parameters.ks for w in parameters.weights]
+    variants += [{"recipe": "spectral", "weight": w} for w in parameters.spectral]
+    return [FineTuning(seed=seed, **own, **variant) for seed in range(parameters.seeds) for variant in variants]
+
+
+def title(setting: FineTuning) -> str:
+    """What is compared."""
+    return training_title(setting.recipe, setting.weight, setting.k)
+
+
+@final
+@register_study
+class YudinMinilmStudy(Study[YudinMinilmParameters]):
+    """Penalties in fine-tuning."""
+
+    name = "yudin-minilm"
+    title = "JaSMin and a spectral penalty in MiniLM fine-tuned on SST-2: accuracy, local constants, attacks"
+    paper = "yudin2025"
+    minutes = 15
+    memory = 2
+    parameters = YudinMinilmParameters
+    kinds: ClassVar = {"training": SentencePenalty}
+
+    def quick(self) -> YudinMinilmParameters:
+        return YudinMinilmParameters(
+            (2,), (0.1,), (1e-3,), 1, RANDOM, 2, 1, 2, sentences=4, nearest=1, probed=1, shortest=8
+        )
+
+    def plan(self, parameters: YudinMinilmParameters, place: Workplace) -> StudyPlan:
+        asked = settings(parameters)
+        return StudyPlan([[StudyPart("training", f"{title(one)}, seed {one.seed}", one) for one in asked]])
+
+    def measure(
+        self, parameters: YudinMinilmParameters, part: StudyPart, place: Workplace, earlier: Records, tell: Tell
+    ) -> SentencePenalty:
+        dev = datasets.load("sst2", "dev", place.data_dir)
+        tuned = fine_tune(part.work, place.data_dir, lambda share: tell(0.7 * share))
+        return examine(tuned, dev, parameters)
+
+    def show(self, parameters: YudinMinilmParameters, records: Records) -> StudyOutput:
+        rows = summary(records.of("training"))
+        table = seeds_table("MiniLM on SST-2: mean ± standard deviation over seeds", _COLUMNS, rows)
+        content = {"radii": RADII, "columns": list(_COLUMNS), "trainings": rows}
+        return StudyOutput(content, [table], {"": draw_seeds(_PANELS, rows)}, seeds_page(_COLUMNS, rows))
+
+
+def examine(tuned: FineTuned, dev: datasets.Dataset, parameters: YudinMinilmParameters) -> SentencePenalty:
+    """Attacks a model, and measures its attention."""
+    chosen = _short(tuned.tokenizer, dev, parameters.shortest, parameters.sentences)
+    texts, labels = [(dev.texts or ())[i] for i in chosen], dev.labels[chosen]
+    inputs = tokens(tuned.tokenizer, texts)
+    logits, x = classifier(tuned.model, inputs)
+    right = logits(x).argmax(1) == labels
+    attacked = [_share(logits(ascended(logits, x, labels, radius, _PGD_STEPS)), labels) for radius in RADII]
+    kept = right.nonzero().squeeze(1)[: parameters.nearest]
+    radii = _nearest(tuned, {key: value[kept] for key, value in inputs.items()}, labels[kept]) if len(kept) else []
+    lipschitz, g_1, norm_p = _attention(tuned, texts[: parameters.probed])
+    return SentencePenalty(
+        setting=tuned.setting,
+        accuracy=tuned.accuracy,
+        clean=right.double().mean().item(),
+        attacked=attacked,
+        sentences=len(texts),
+        nearest=[radius for radius in radii if math.isfinite(radius)],
+        not_found=sum(not math.isfinite(radius) for radius in radii),
+        lipschitz=lipschitz,
+        g_1=g_1,
+        norm_p=norm_p,
+        seconds=tuned.seconds,
+    )
+
+
+def _short(tokenizer: Any, dev: datasets.Dataset, longest: int, count: int) -> list[int]:
+    """Places of the first sentences that are short enough: the same ones for every model."""
+    lengths = [len(ids) for ids in tokenizer(list(dev.texts or ()))["input_ids"]]
+    places = [i for i, length in enumerate(lengths) if length <= longest][:count]
+    if len(places) < count:
+        raise InputError(f"{count} sentences of at most {longest} tokens are wanted, and there are {len(places)}")
+    return places
+
+
+def classifier(model: Any, inputs: dict[str, Tensor]) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """The logits as a function of the words' embeddings, any number of them for one sentence; and those embeddings."""
+    mask = inputs["attention_mask"]
+
+    def logits(x: Tensor) -> Tensor:
+        out: Tensor = model(inputs_embeds=x, attention_mask=mask.expand(len(x), -1)).logits
+        return out
+
+    return logits, model.get_input_embeddings()(inputs["input_ids"])
+
+
+def _nearest(tuned: FineTuned, inputs: dict[str, Tensor], labels: Tensor) -> list[float]:
+    """The smallest movement found that changes the answer, sentence by sentence, in float64."""
+    model = tuned.model.double()
+    radii = []
+    for i in range(len(labels)):
+        length = int(inputs["attention_mask"][i].sum())
+        logits, x = classifier(model, {key: value[i : i + 1, :length] for key, value in inputs.items()})
+        radii.append(_NEAREST(logits, x, labels[i : i + 1]).radius.item())
+    model.float()
+    return radii
+
+
+def _attention(tuned: FineTuned, texts: Sequence[str]) -> tuple[list[float], list[float], list[float]]:
+    """Of each layer: the largest local constant; the largest g_1 and ‖P‖, as means over the sentences."""
+    rows = []
+    for text in texts:
+        inputs = tokens(tuned.tokenizer, [text])
+        row = []
+        for traced in iter_trace(tuned.model, inputs):
+            p = traced.layer.attention(traced.x)
+            constant = api.local_lipschitz(traced.layer, traced.x, tolerance=1e-3).value.max()
+            g_1, norm_p = softmax_jacobian_norm(p, "g1").max(), torch.linalg.matrix_norm(p, 2).max()
+            row.append(torch.stack([constant.double(), g_1.double(), norm_p.double()]))
+        rows.append(torch.stack(row))
+    values = torch.stack(rows)  # (sentences, layers, 3)
+    return values[..., 0].amax(0).tolist(), values[..., 1].mean(0).tolist(), values[..., 2].mean(0).tolist()
+
+
+def _share(logits: Tensor, labels: Tensor) -> float:
+    return (logits.argmax(1) == labels).double().mean().item()
+
+
+def summary(models: Sequence[SentencePenalty]) -> list[dict[str, Any]]:
+    """Mean and standard deviation over the seeds of every column."""
+    groups: dict[str, list[list[float]]] = {}
+    for one in models:
+        shares = [100 * share for share in (one.accuracy, one.clean, *one.attacked)]
+        nearest = statistics.median([*one.nearest, *[math.inf] * one.not_found] or [math.inf])
+        attention = [max(one.lipschitz), statistics.fmean(one.g_1), statistics.fmean(one.norm_p)]
+        groups.setdefault(title(one.setting), []).append([*shares, nearest, *attention])
+    return over_seeds(groups)
+
+
+_COLUMNS = {
+    "accuracy %": ".1f",
+    "short sentences %": ".1f",
+    **{f"PGD, l2 {radius:g} %": ".1f" for radius in RADII},
+    "attack radius": ".3f",
+    "largest local constant": ".1f",
+    "mean g_1": ".3f",
+    "mean ‖P‖": ".2f",
+}
+_PANELS = {
+    0: ("accuracy", "%"),
+    3: (f"PGD, l2 {RADII[1]:g}", "%"),
+    4: ("attack", "l2 radius"),
+    5: ("layers", "‖DF(X)‖"),
+}
