@@ -216,8 +216,8 @@ class Reader(EntryReader):
         if isinstance(x, Scores):
             return x.softmax(dim)
         refuse(
-            "takes softmax of something other than the scores of queries and keys that both move: a classifier should "
-            "return logits, and cross-attention to a fixed memory is read as scaled_dot_product_attention alone"
+            "takes softmax of something other than attention scores; a classifier should return logits, and "
+            "cross-attention to a fixed memory is read where it is written as scaled_dot_product_attention"
         )
 
     def attention(self, q: Value, k: Value, v: Value, mask: Value | None, scale: float | None, causal: bool) -> Value:
