@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from holdfast.models.tiny_llama import FOLDER, UNKNOWN, WORDS_FILE, split_words, word_ids
 
 SEED, WORDS, CONTEXT, TEST = 0, 256, 16, 0.1
-STEPS, BATCH, LEARNING_RATE, WEIGHT_DECAY, MOVED = 3000, 64, 3e-3, 0.1, 0.3
+STEPS, BATCH, LEARNING_RATE, WEIGHT_DECAY, MOVED = 3000, 64, 3e-3, 1.0, 0.3
 SIZES = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
