@@ -25,6 +25,7 @@ from holdfast.layers import (
     Mlp,
     PairSort,
     Piece,
+    Product,
     RMSNorm,
     SmoothEntries,
     SmoothProject,
@@ -35,9 +36,10 @@ from holdfast.layers.beside import Part, beside
 from holdfast.layers.tokens.selection import Rearrangement
 from holdfast.network import Head, Network, Residual
 from holdfast.testing.draw import Dice
+from holdfast.testing.layers import turning
 
 D, UNITS, CLASSES = 4, 6, 3
-KINDS = ("pre-norm", "post-norm", "activations", "entries", "sorted", "norms", "beside")
+KINDS = ("pre-norm", "post-norm", "activations", "entries", "sorted", "norms", "gated", "beside")
 
 
 def draw(kind: str, seed: int, size: float = 1.0) -> tuple[Network, Tensor]:
@@ -86,6 +88,14 @@ def draw(kind: str, seed: int, size: float = 1.0) -> tuple[Network, Tensor]:
     head = Head(dice.normal(CLASSES, D), 0.3 * dice.normal(CLASSES))
     if kind == "beside":
         stages[kind] = [*_beside(attention(), norm(), mlp("gelu"), leaky(0.1)), Affine(dice.normal(D, D))]
+    if kind == "gated":
+        gate = (Affine(size / 2 * dice.normal(D, 2 * D)), SmoothEntries(activations["silu"], torch.arange(2 * D) < D))
+        turned = Attention(attention().layer.replace(rotary=turning(dice.normal(3, 1))))
+        stages[kind] = [
+            Residual((RMSNorm(torch.exp(0.3 * dice.normal(D)), 1e-3), turned)),
+            Residual((norm(), *gate, Product(), Affine(size * dice.normal(D, D)))),
+            norm(),
+        ]
     return Network([*stages[kind], pool], head, kind), dice.normal(1, 3, D)
 
 

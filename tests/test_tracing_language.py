@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import holdfast
 from graph_cases import check, stirred, tokens
 from holdfast import UnsupportedAttentionError, to_network, trace
-from holdfast.errors import ConversionError
+from holdfast.errors import ConversionError, InputError
 
 SIZES = {
     "hidden_size": 12,
@@ -218,6 +218,13 @@ def test_what_is_not_known_is_refused_by_name(scores: Any, place: Any, message: 
         trace(Written(scores, place), torch.randn(2, 5, 8))
 
 
+def test_models_that_cast_to_float32_inside_are_told_so(transformers: ModuleType) -> None:
+    model = build(transformers, "Qwen 3")
+    with pytest.raises(UnsupportedAttentionError, match=r"casts to float32 inside.* model\.float\(\)"):
+        trace(model.double(), {"input_ids": IDS})
+    assert trace(model.float(), {"input_ids": IDS})[0].rebuild_error <= 2e-6
+
+
 # -- in networks
 
 
@@ -253,6 +260,34 @@ def test_soft_caps_in_networks_are_refused_by_name(transformers: ModuleType) -> 
     model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**WIDE, attn_implementation="eager")).eval()
     with pytest.raises(ConversionError, match="caps its scores"):
         to_network(model, {"input_ids": IDS[:1]})
+
+
+class Remembering(nn.Module):
+    """A decoder's block, whose memory is the same for every input; some of it is masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.TransformerDecoderLayer(8, 2, 12, dropout=0.0, activation="gelu", batch_first=True)
+        self.memory, self.head = nn.Parameter(torch.randn(1, 3, 8)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        allowed = torch.arange(3) <= torch.arange(x.shape[1]).unsqueeze(1)
+        y = self.block(x, self.memory.expand(len(x), -1, -1), memory_mask=~allowed)
+        return self.head(y[:, -1])
+
+
+def test_networks_attend_to_a_fixed_memory() -> None:
+    torch.manual_seed(0)
+    check(stirred(Remembering()), tokens())
+
+
+def test_a_fixed_memory_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedAttentionError, match=r"multihead_attn.*cross-attention to a fixed memory"):
+        trace(Remembering().eval(), torch.randn(2, 5, 8))
+    with pytest.raises(InputError, match="TransformerDecoderLayer, whose cross-attention"):
+        holdfast.AttentionLayer.from_module(nn.TransformerDecoderLayer(8, 2))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="cross-attention"):
+        holdfast.AttentionLayer.from_module(nn.MultiheadAttention(8, 2, kdim=6, vdim=6))
 
 
 def test_cross_attention_is_refused_by_name(transformers: ModuleType) -> None:

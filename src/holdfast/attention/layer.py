@@ -310,6 +310,11 @@ class AttentionLayer:
             causal: a query attends to no later key.
         """
         attention = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
+        if isinstance(module, nn.TransformerDecoderLayer):
+            raise InputError(
+                "from_module got TransformerDecoderLayer, whose cross-attention takes keys and values of another tensor; "
+                "pass its self_attn, or certify the whole: networks attend to a fixed memory"
+            )
         if not isinstance(attention, nn.MultiheadAttention):
             raise InputError(
                 f"from_module got {type(module).__name__}; expected nn.MultiheadAttention or "

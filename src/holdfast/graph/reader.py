@@ -18,7 +18,8 @@ from holdfast.graph import structure
 from holdfast.graph.attend import Attended, attend
 from holdfast.graph.entries import EntryReader, MeanSquare, RowMaximum, Value, refuse
 from holdfast.graph.entrywise import EntryFormula, X
-from holdfast.graph.scores import Scores, product
+from holdfast.graph.memory import remembered
+from holdfast.graph.scores import Scores, product, refuse_attention
 from holdfast.graph.values import Map, Moving, Term, broadcast
 from holdfast.layers.norm.piece import LayerNorm, RMSNorm
 from holdfast.layers.tokens.embedding import PatchEmbedding
@@ -214,10 +215,15 @@ class Reader(EntryReader):
             return x.softmax(dim)
         if isinstance(x, Scores):
             return x.softmax(dim)
-        refuse("takes softmax of something other than attention scores; a classifier should return logits")
+        refuse(
+            "takes softmax of something other than attention scores; a classifier should return logits, and "
+            "cross-attention to a fixed memory is read where it is written as scaled_dot_product_attention"
+        )
 
     def attention(self, q: Value, k: Value, v: Value, mask: Value | None, scale: float | None, causal: bool) -> Value:
         """Scaled dot-product attention (…, n, k); key-value heads are repeated where there are fewer."""
+        if isinstance(k, Tensor) and isinstance(v, Tensor) and not isinstance(q, Tensor):
+            return self._remembered(self.moving(q), k.double(), v.double(), mask, scale, causal)
         query, key, value = self.moving(q), self.moving(k), self.moving(v)
         h, g = query.shape[-3], key.shape[-3]
         if h != g:
@@ -232,6 +238,28 @@ class Reader(EntryReader):
             n, m = scores.shape[-2:]
             scores = scores.filled(torch.ones(n, m, dtype=torch.bool).tril().logical_not(), -math.inf)
         return self._weighed(scores.softmax(-1), value)
+
+    def _remembered(
+        self, q: Moving, k: Tensor, v: Tensor, mask: Value | None, scale: float | None, causal: bool
+    ) -> Moving:
+        """Attention to keys and values that do not move."""
+        if self._batch is not None:
+            refuse_attention(
+                "is cross-attention to a fixed memory: its keys and values do not depend on the input, and an "
+                "AttentionLayer is self-attention. Networks have it: holdfast.certify, to_network"
+            )
+        if not isinstance(mask, Tensor | None):
+            refuse("has a mask that depends on what moves")
+        (*lead, n, width), m = q.shape, k.shape[-2]
+        bias = torch.zeros(*lead, n, m, dtype=torch.float64)
+        if mask is not None:
+            bias = bias.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else bias + mask
+        if causal:
+            bias = bias.masked_fill(torch.ones(n, m, dtype=torch.bool).tril().logical_not(), -math.inf)
+        k, v = (t.repeat_interleave(lead[-1] // t.shape[-3], -3).expand(*lead, -1, -1).flatten(0, -3) for t in (k, v))
+        scale = 1 / math.sqrt(width) if scale is None else scale
+        out = remembered(q.reshape(-1, n, width), k, v, bias.flatten(0, -3), scale)
+        return out.reshape(*lead, n, v.shape[-1])
 
     def _weighed(self, scores: Scores, value: Moving) -> Moving:
         if not scores.normalised:

@@ -316,9 +316,17 @@ class _Pass:
         if not error <= most:
             raise UnsupportedAttentionError(
                 f"module {one.name!r}: the layer that was read differs from what the model computed by {error:.1e}, "
-                f"relatively; expected at most {most:.0e}"
+                f"relatively; expected at most {most:.0e}{self._narrower(output.dtype)}"
             )
         return TracedLayer(one.name, layer.to(dtype), one.x.to(dtype), error)
+
+
+    def _narrower(self, dtype: torch.dtype) -> str:
+        """What to do where the model computes in fewer digits than its weights have."""
+        values = (node.meta.get("val") for node in self._near.content if node.op == "call_function")
+        if dtype != torch.float64 or not any(isinstance(v, Tensor) and v.dtype == torch.float32 for v in values):
+            return ""
+        return ". The model's code casts to float32 inside, whatever its weights are: trace it in float32, model.float()"
 
 
 def _distance(one: _Open, layer: AttentionLayer, mapped: Moving | None, output: Tensor) -> float:

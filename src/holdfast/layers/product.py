@@ -8,9 +8,13 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import InputError
+from holdfast.layers.activation.functions import Square
+from holdfast.layers.expansion import LocalExpansion
+from holdfast.layers.perceptron.piece import Mlp
 from holdfast.layers.piece import SmoothPiece
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
+from holdfast.linalg.directions import Directions
 
 
 @final
@@ -19,7 +23,22 @@ class Product(SmoothPiece):
 
     Df[(g, h)] = y ⊙ g + x ⊙ h, entry by entry a row (y, x): the norm is the largest √(x² + y²), and on a ball of radius
     ρ at most ρ more. D²f[(g, h), (g, h)] = 2 g ⊙ h, and 2|g h| <= g² + h²: the curvature is at most 1.
+
+    x y = ((x + y)² - (x - y)²)/4: a product is a perceptron whose activation is the square (`squares`).
     """
+
+    def squares(self, channels: int) -> Mlp:
+        """The same map of 2c channels as 2c squares between two linear maps."""
+        one = torch.eye(channels // 2, dtype=torch.float64)
+        read = torch.cat([torch.cat([one, one], 1), torch.cat([one, -one], 1)])
+        write = torch.cat([one, -one]) / 4
+        return Mlp(read, torch.zeros(channels), Square(), write, torch.zeros(channels // 2))
+
+    def without_expansion(self) -> str | None:
+        return None
+
+    def expand(self, u: Tensor, directions: Directions) -> LocalExpansion:
+        return self.squares(u.shape[-1]).expand(u, directions)
 
     def value(self, u: Array) -> Array:
         x, y = _halves(u)

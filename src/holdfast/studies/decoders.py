@@ -1,7 +1,7 @@
 """How far what enters a language model may move before its next word can change: proved, and attacked.
 
 A small Llama that comes with the package: one word of a prompt moves, or its first words together, as a soft prompt
-does. SmolLM2, of 30 layers: the input of a late layer moves, all tokens together.
+does. SmolLM2, of 30 layers: the input of one of them moves, all tokens together.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from holdfast.graph import to_network
 from holdfast.graph.perturbation import Perturbation
 from holdfast.models.loading import load_decoder, load_tokenizer
 from holdfast.models.tiny_llama import known_words, load_tiny_llama, split_words, word_ids
+from holdfast.results import Certificate
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 
@@ -52,6 +53,7 @@ class NextWord:
         radius: proved: no movement of this l2 length or less changes the answer.
         attack: the length of a movement that was found to change it; None where none was.
         method: that proved the radius.
+        limit: what took most of the margin at that radius.
         seconds: that the proof took.
     """
 
@@ -64,6 +66,7 @@ class NextWord:
     radius: float
     attack: float | None
     method: str
+    limit: str
     seconds: float
 
     def __post_init__(self) -> None:
@@ -82,10 +85,10 @@ class DecodersParameters:
     models: tuple[str, ...] = option(("tiny-llama", "smollm2"), "models: tiny-llama, smollm2", grid=True)
     prompts: int = option(4, "how many prompts of the small model", grid=True, least=1)
     words: int = option(3, "last words of a prompt, each moved alone", grid=True, least=0)
-    layers: tuple[int, ...] = option((29, 28, 27, 26, 24), "layers of SmolLM2 whose input moves", grid=True)
-    tokens: int = option(8, "tokens of SmolLM2's prompt", least=1)
+    layers: tuple[int, ...] = option((29, 28, 27, 24, 20, 10, 0), "layers of SmolLM2 whose input moves", grid=True)
+    tokens: int = option(6, "tokens of SmolLM2's prompt", least=1)
     soft: int = option(2, "first words that move together, as a soft prompt", least=1)
-    method: str = option("layerwise", "composition for the small model")
+    method: str = option("forms", "composition for the small model")
     deep: str = option("gains", "composition for SmolLM2")
 
 
@@ -114,7 +117,7 @@ class Decoders(Study[DecodersParameters]):
     kinds: ClassVar = {"next word": NextWord}
 
     def quick(self) -> DecodersParameters:
-        return DecodersParameters(models=("tiny-llama",), prompts=1, words=0, method="gains")
+        return DecodersParameters(models=("tiny-llama",), prompts=1, words=0)
 
     def plan(self, parameters: DecodersParameters, place: Workplace) -> StudyPlan:
         unknown = sorted(set(parameters.models) - {"tiny-llama", "smollm2"})
@@ -162,6 +165,7 @@ class Decoders(Study[DecodersParameters]):
             radius=proved.radius,
             attack=nearest_change if math.isfinite(nearest_change) else None,
             method=proved.method,
+            limit=_limit(proved),
             seconds=proved.seconds,
         )
 
@@ -180,15 +184,26 @@ class Decoders(Study[DecodersParameters]):
         return StudyOutput(tables=tables, page="\n".join(page))
 
 
-_COLUMNS = ("prompt", "next", "moves", "its length", "nearest other word", "proved", "attack", "ratio", "seconds")
+_COLUMNS = (
+    *("prompt", "next", "moves", "its length", "nearest other word"),
+    *("proved", "attack", "attack / proved", "limited by", "seconds"),
+)
 
 
 def _row(record: NextWord) -> tuple[str, ...]:
     ratio = "" if record.attack is None or record.radius == 0 else f"{record.attack / record.radius:.1f}"
     attack = "none found" if record.attack is None else f"{record.attack:.3g}"
     nearest = "" if record.nearest is None else f"{record.nearest:.3g}"
-    numbers = (f"{record.length:.3g}", nearest, f"{record.radius:.3g}", attack, ratio, f"{record.seconds:.0f}")
-    return record.prompt, record.answer, record.moves, *numbers
+    numbers = (f"{record.length:.3g}", nearest, f"{record.radius:.3g}", attack, ratio, record.limit)
+    return record.prompt, record.answer, record.moves, *numbers, f"{record.seconds:.0f}"
+
+
+def _limit(proved: Certificate) -> str:
+    """The largest part of what was taken off the margin, where the method tells."""
+    if not proved.losses:
+        return f"what {proved.method} multiplies from stage to stage"
+    name, most = max(proved.losses.items(), key=lambda loss: loss[1])
+    return f"{name}, {most / sum(proved.losses.values()):.0%}"
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -11,21 +11,22 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from holdfast.attention import AttentionLayer
-from holdfast.layers import LayerNorm, Mlp, Piece, RMSNorm, SmoothPiece, SmoothProject
+from holdfast.layers import LayerNorm, Mlp, Piece, Product, RMSNorm, SmoothEntries, SmoothPiece, SmoothProject
 from holdfast.layers.attention.piece import Attention
 from holdfast.layers.expansion import LocalExpansion
 from holdfast.linalg import Ball, forms
 from holdfast.linalg.directions import Directions
-from holdfast.testing.draw import Dice, draw
+from holdfast.testing.draw import Dice, draw, plain
 from holdfast.testing.draw_pieces import draw_piece
 from holdfast.testing.pieces import PieceCase
 from holdfast.testing.probes import climb
 
 #: The kinds of pieces that have an expansion.
-EXPANDED: tuple[type[Piece], ...] = (Attention, LayerNorm, Mlp, RMSNorm, SmoothProject)
+EXPANDED: tuple[type[Piece], ...] = (Attention, LayerNorm, Mlp, RMSNorm, SmoothProject, Product, SmoothEntries)
 _STARTS = 12
 _CHANNELS = tuple(itertools.product((0, 1), repeat=3))
 _NOISE = 1e-13  # the least relative error that is thought of
+_NOTHING = 1e-120  # what is left by rounding of a remainder that vanishes, as that of a product does
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +76,7 @@ def draw_local(kind: type[Piece], seed: int, *, extreme: bool = True) -> LocalCa
     """
     dice = Dice(1000 * list(EXPANDED).index(kind) + seed)
     if kind is Attention:
-        layer = draw(seed)
+        layer = plain(draw(seed))
         case = PieceCase(layer.name, Attention(layer.layer), layer.x.double())
         if not extreme:
             return _apart(dice)
@@ -155,7 +156,7 @@ def shares(case: LocalCase, seed: int, inside: float = 1.0) -> dict[str, float]:
         bound = torch.cat([bound[:_STARTS], fourth.expand_as(bound[_STARTS:])])
         rest, noise = _remainders(case, g * (case.eps * inside), F, leading=leading, careful=careful)
         length = (torch.linalg.vector_norm(rest / scale, dim=-1) - noise / scale.abs().amin()).clamp(min=0.0)
-        return torch.where(torch.isfinite(bound), length / (bound + 1e-300), 0.0).amax(-1)
+        return torch.where(torch.isfinite(bound), length / (bound + _NOTHING), 0.0).amax(-1)
 
     dice = Dice(seed)
     start = dice.normal(2 * _STARTS, b, 1, p), dice.normal(2 * _STARTS, b, n, d)

@@ -15,7 +15,7 @@ from holdfast.compositions.forms.smooth import SmoothUnits
 from holdfast.compositions.forms.softmax import Softmax
 from holdfast.compositions.forms.units import Entries, Hidden, SortedPairs
 from holdfast.compositions.forms.waiting import Waiting
-from holdfast.layers.activation.functions import Absolute
+from holdfast.layers.activation.functions import Absolute, Square
 from holdfast.layers.activation.piece import KinkedEntries, SmoothEntries
 from holdfast.layers.attention.piece import Attention
 from holdfast.layers.beside import KinkedBeside, SmoothBeside
@@ -23,6 +23,7 @@ from holdfast.layers.maxmin import PairSort
 from holdfast.layers.norm.piece import LayerNorm, RMSNorm
 from holdfast.layers.perceptron.piece import KinkedMlp, Mlp
 from holdfast.layers.piece import Piece
+from holdfast.layers.product import Product
 from holdfast.layers.projection import SmoothProject
 
 #: A piece at a point (n, d); None where this piece of its kind has no forms.
@@ -35,6 +36,7 @@ _kinds: dict[type[Piece], Kind] = {
     PairSort: lambda piece, u: Kinks(u, SortedPairs(u.shape[-1]), Absolute.all_slopes),
     Mlp: lambda piece, u: SmoothUnits(u, Hidden(piece), piece.smooth_activation),
     SmoothEntries: lambda piece, u: SmoothUnits(u, Entries(piece.active), piece.phi),
+    Product: lambda piece, u: SmoothUnits(u, Hidden(piece.squares(u.shape[-1])), Square()),
     KinkedBeside: lambda piece, u: Waiting(u, piece, local_at(piece.piece, piece.part.take(u))),
     SmoothBeside: lambda piece, u: Waiting(u, piece, local_at(piece.piece, piece.part.take(u))),
     LayerNorm: lambda piece, u: Normalised(u, piece),

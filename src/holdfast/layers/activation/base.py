@@ -97,7 +97,6 @@ class SmoothActivation(Activation):
         slopes = self.range(1, -ends, ends)
         return float(slopes.low), float(slopes.high)
 
-    @final
     def range(self, k: int, low: Tensor, high: Tensor) -> Interval:
         """What φ⁽ᵏ⁾ stays in over [low, high], for k from 1 to 4; float64, rounded outward.
 

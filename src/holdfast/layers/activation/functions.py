@@ -159,6 +159,24 @@ class Softplus(SmoothActivation):
 
 
 @final
+class Square(SmoothActivation):
+    """t²: not a network's activation, its slopes have no bound, but what products are made of."""
+
+    name = "square"
+    limits = (-math.inf, math.inf)
+
+    def derivative(self, k: int, t: Array) -> Array:
+        if k < 2:
+            return t.square() if k == 0 else t * 2.0
+        return t * 0.0 + 2.0 if k == 2 else t * 0.0
+
+    def range(self, k: int, low: Tensor, high: Tensor) -> Interval:
+        if k == 1:
+            return Interval(low * 2.0, high * 2.0)
+        return Interval(*(torch.full_like(low, 2.0 if k == 2 else 0.0) for _ in range(2)))
+
+
+@final
 class Relu(Activation):
     """max(t, 0)."""
 

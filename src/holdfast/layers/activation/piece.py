@@ -11,9 +11,12 @@ from torch import Tensor
 
 from holdfast.layers.activation.base import Activation, SmoothActivation
 from holdfast.layers.activation.functions import Softplus
+from holdfast.layers.expansion import LocalExpansion
+from holdfast.layers.perceptron.expansion import LocalPerceptron
 from holdfast.layers.piece import Piece, SmoothPiece
-from holdfast.linalg import Array
+from holdfast.linalg import Array, Ball
 from holdfast.linalg.arithmetic import Arithmetic
+from holdfast.linalg.directions import Directions
 
 
 @final
@@ -56,6 +59,14 @@ class SmoothEntries(SmoothPiece):
     def on(self, active: Bool[Tensor, " d"]) -> SmoothEntries:
         """The same activation on other channels."""
         return SmoothEntries(self.phi, active)
+
+    def without_expansion(self) -> str | None:
+        return None
+
+    def expand(self, u: Tensor, directions: Directions) -> LocalExpansion:
+        read = torch.eye(u.shape[-1], dtype=torch.float64)[self.active]
+        t = Ball.exact(u[..., self.active.to(u.device)])
+        return LocalPerceptron(u, directions, t, read.mT, self.phi, read, (~self.active).double())
 
     def value(self, u: Array) -> Array:
         return _mixed(self.phi.value(u), u, self.active)

@@ -69,7 +69,8 @@ class Attention(SmoothPiece):
         return self.at(u).push3(a, b, c)
 
     def without_expansion(self) -> str | None:
-        return None if self.layer.rotary is None else "Attention has no expansion with rotary positions"
+        beyond = self.layer.beyond_dot_products
+        return None if beyond is None else f"Attention has no expansion with {beyond}"
 
     def expand(self, u: Tensor, directions: Directions) -> LocalExpansion:
         return LocalAttention(self, u, directions)

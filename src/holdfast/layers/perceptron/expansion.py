@@ -1,13 +1,19 @@
-"""A perceptron r x + φ(x W₁ + b₁) W₂ + b₂, expanded in its pre-activations, which move by h (b, n, units)."""
+"""Units between two linear maps, r x + φ(x W₁ + b₁) W₂ + b₂, expanded in what they take, which moves by h (b, n, units).
+
+Perceptrons are such maps; so are entrywise functions, and products by way of squares. r is a number, or one for every
+channel.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
+from jaxtyping import Float64
 from torch import Tensor
 
+from holdfast.layers.activation.base import SmoothActivation
 from holdfast.layers.expansion import LocalExpansion
 from holdfast.linalg import Ball, forms
 from holdfast.linalg.directions import Directions
@@ -15,19 +21,34 @@ from holdfast.linalg.graded import Graded
 from holdfast.linalg.rounding import down, frobenius_upper, up
 from holdfast.linalg.squarings import gram_norm, thin_gram_norm
 
-if TYPE_CHECKING:
-    from holdfast.layers.perceptron.piece import Mlp
-
-
 @final
 class LocalPerceptron(LocalExpansion):
-    """A perceptron at ũ."""
+    """A map of units at ũ.
 
-    def __init__(self, piece: Mlp, u: Tensor, directions: Directions) -> None:
-        super().__init__(u, directions, u.shape[-2] * len(piece.b1) + 4 * (sum(piece.w1.shape) + len(piece.b2)))
-        self._w1, self._w2, self._residual = piece.w1.to(u), piece.w2.to(u), piece.residual
-        self._phi = piece.smooth_activation
-        t = piece.before(Ball.exact(u))
+    Args:
+        u: ũ.
+        directions: those of the network's input.
+        t: (b, n, units) what the units take at ũ.
+        w1: (d, units) W₁.
+        phi: φ.
+        w2: (units, c) W₂.
+        residual: r.
+    """
+
+    def __init__(
+        self,
+        u: Float64[Tensor, "b n d"],
+        directions: Directions,
+        t: Ball,
+        w1: Float64[Tensor, "d units"],
+        phi: SmoothActivation,
+        w2: Float64[Tensor, "units c"],
+        residual: float | Float64[Tensor, " d"] = 0.0,
+    ) -> None:
+        super().__init__(u, directions, u.shape[-2] * len(w2) + 4 * (sum(w1.shape) + w2.shape[-1]))
+        self._w1, self._w2, self._phi = w1.to(u), w2.to(u), phi
+        self._residual = torch.as_tensor(residual).to(u)
+        self._straight = float(self._residual.abs().max())
         self._low, self._high = t.lower, t.upper
         slopes = [self._phi.derivative(k, t) for k in (1, 2, 3)]
         for slope in slopes:
@@ -62,7 +83,7 @@ class LocalPerceptron(LocalExpansion):
 
     def _out(self, hidden: Tensor, a: Tensor) -> Tensor:
         out = hidden @ self._w2
-        return out + self._residual * a if self._residual else out
+        return out + self._residual * a if self._straight else out
 
     def _sizes(self) -> None:
         """Sizes of h_1 and h_2/2 of every unit, and the forms that do not depend on the radius."""
@@ -143,10 +164,10 @@ class LocalPerceptron(LocalExpansion):
         h1, h2 = (self._lengths.amax() * x for x in self.largest)
         inner = (bends[0] * h1, bends[0] * h2 + bends[1] * h1**2, 3 * bends[1] * h1 * h2 + bends[2] * h1**3)[k - 1]
         units = math.sqrt(self._w1.shape[-1])
-        straight = abs(self._residual) * self.largest[k - 1] if k < 3 else 0.0
+        straight = self._straight * self.largest[k - 1] if k < 3 else 0.0
         error: Tensor = 4 * self.theta * (inner * units * frobenius_upper(self._w2) + straight)
         return error
 
     def push_size(self) -> Tensor:
         bends = self._slopes[0].abs().amax((-2, -1))
-        return bends * frobenius_upper(self._w1) * frobenius_upper(self._w2) + abs(self._residual)
+        return bends * frobenius_upper(self._w1) * frobenius_upper(self._w2) + self._straight

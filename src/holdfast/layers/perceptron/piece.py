@@ -169,7 +169,8 @@ class Mlp(_Perceptron, SmoothPiece):
         return None
 
     def expand(self, u: Tensor, directions: Directions) -> LocalExpansion:
-        return LocalPerceptron(self, u, directions)
+        t = self.before(Ball.exact(u))
+        return LocalPerceptron(u, directions, t, self.w1, self.smooth_activation, self.w2, self.residual)
 
     def push(self, u: Array, a: Array) -> Array:
         moved = self.smooth_activation.derivative(1, self.before(u)) * (a @ weight(self.w1, u)) @ weight(self.w2, u)
