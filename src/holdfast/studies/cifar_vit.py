@@ -21,13 +21,13 @@ from torch import Tensor
 
 from holdfast import data as datasets
 from holdfast.attacks.minimal import MinimalAttack
+from holdfast.clock import processor_seconds
 from holdfast.compositions import certify_inputs, compositions
 from holdfast.errors import InputError, SoundnessError
 from holdfast.graph import Readings, to_network
 from holdfast.models.vit import VisionTransformer
 from holdfast.report.style import BLUE, GREEN, VERMILION, new_figure
 from holdfast.studies.cifar_training import CifarNetwork, CifarTraining, load_network
-from holdfast.studies.clock import processor_seconds
 from holdfast.studies.losses import finite, lost_most, mean_shares
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study

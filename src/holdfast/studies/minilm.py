@@ -21,6 +21,7 @@ from torch import Tensor
 
 from holdfast import data as datasets
 from holdfast.attacks.minimal import MinimalAttack
+from holdfast.clock import processor_seconds
 from holdfast.compositions import certify_inputs, compositions
 from holdfast.errors import InputError, MemoryLimitError, NotApplicableError, SoundnessError
 from holdfast.graph import to_network
@@ -29,7 +30,6 @@ from holdfast.linalg.rounding import Ball
 from holdfast.network.network import Network, run
 from holdfast.report.style import PALETTE, new_figure
 from holdfast.results import Guarantee
-from holdfast.studies.clock import processor_seconds
 from holdfast.studies.losses import finite, lost_most, mean_shares
 from holdfast.studies.minilm_training import RANDOM, FineTuned, FineTuning, fine_tuned, tokens
 from holdfast.studies.processes import Tell

@@ -19,12 +19,12 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from holdfast.attacks.minimal import MinimalAttack
+from holdfast.clock import processor_seconds
 from holdfast.compositions import certify_inputs, compositions
 from holdfast.errors import InputError, SoundnessError
 from holdfast.graph import Readings, to_network
 from holdfast.graph.onnx import OnnxModel
 from holdfast.report.style import BLUE, GREEN, new_figure
-from holdfast.studies.clock import processor_seconds
 from holdfast.studies.crown import crown_radius, require_auto_lirpa
 from holdfast.studies.losses import finite, lost_most, mean_shares
 from holdfast.studies.processes import Tell

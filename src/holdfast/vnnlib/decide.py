@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import resource
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, final
+from typing import Literal, NoReturn, final
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor, nn
 
+from holdfast.clock import processor_seconds
 from holdfast.compositions import compositions, forms
-from holdfast.errors import HoldfastError, InputError, MemoryLimitError, NotApplicableError
+from holdfast.errors import HoldfastError, InputError, MemoryLimitError, NotApplicableError, TimeLimitError
 from holdfast.executors import Emit, Processes, Task, Work
 from holdfast.graph import to_network
 from holdfast.graph.onnx import OnnxModel
@@ -37,7 +40,7 @@ class Decision:
         verdict: as the competition names it.
         x: the counter-example, where there is one.
         y: what the model returns there.
-        seconds: wall time.
+        seconds: that it took, by the clock that was asked for.
         parts: into how many the boxes were divided for the proof, where there is one.
         losses: what was taken off the smallest margin of the box that was proved or given up last, by name; empty
             where the proof was cut short or has no such account.
@@ -64,6 +67,7 @@ def decide(
     *,
     shape: Sequence[int] | None = None,
     timeout: float | None = None,
+    processor_time: bool = False,
     search: Search | None = None,
     seed: int = 0,
 ) -> Decision:
@@ -78,6 +82,8 @@ def decide(
         shape: of one input, whose numbers in a row are X_0, X_1, …; by default what an ONNX file says.
         timeout: seconds; the proof runs in a process of its own, which is ended then, and may divide boxes into parts
             as long as there is time. None for no limit, and no parts.
+        processor_time: counts the seconds that the processor works on this, on all cores together, instead of those on
+            the wall: what else the machine does then matters little.
         search: how counter-examples are looked for.
         seed: of everything random.
 
@@ -85,24 +91,26 @@ def decide(
         >>> decide(OnnxModel("model.onnx"), read_specification("property.vnnlib"), timeout=100).verdict
         'unsat'
     """
-    began = time.monotonic()
+    clock = processor_seconds if processor_time else time.monotonic
+    began = clock()
     if timeout is not None and not timeout > 0:
         raise InputError(f"timeout is {timeout:g}; expected a positive number of seconds")
     deadline = math.inf if timeout is None else began + timeout
     if not specification.boxes:
-        return Decision("unsat", seconds=time.monotonic() - began)  # there is no input at all
+        return Decision("unsat", seconds=clock() - began)  # there is no input at all
     asked = _enter(model, specification, shape)
     for box in specification.boxes:
-        for x in (search or Search())(asked.outputs, box, seed, deadline):
+        for x in (search or Search())(asked.outputs, box, seed, lambda: clock() > deadline):
             candidate = _stored(x, box)
             y = asked.executed(candidate)
             if any(bool((case.excess(y) <= 0).all()) for case in box.cases):
-                return Decision("sat", candidate, y, time.monotonic() - began)
+                return Decision("sat", candidate, y, clock() - began)
     questions = list(asked.questions(specification))
     proof = None
-    if time.monotonic() < deadline:
-        proof = _all_lead(questions) if timeout is None else _in_time(questions, deadline)
-    seconds = time.monotonic() - began
+    left = deadline - clock()
+    if left > 0:
+        proof = _all_lead(questions) if timeout is None else _in_time(questions, left, processor_time)
+    seconds = clock() - began
     if proof is None:
         return Decision("timeout", seconds=seconds)
     return Decision("unsat" if proof.parts else "unknown", seconds=seconds, parts=proof.parts, losses=proof.losses)
@@ -222,13 +230,17 @@ class LeadProof:
 
 
 def leads_everywhere(
-    network: Network, lower: Float64[Tensor, "n d"], upper: Float64[Tensor, "n d"], seconds: float = 0.0
+    network: Network,
+    lower: Float64[Tensor, "n d"],
+    upper: Float64[Tensor, "n d"],
+    seconds: float = 0.0,
+    clock: Callable[[], float] = time.monotonic,
 ) -> LeadProof:
     """Tries to prove that class 0 has the largest logit everywhere in a box.
 
     Where every piece has quadratic forms, they bound the margins over the box itself (docs/math/forms.md), and over its
-    parts as long as that may help in these seconds. Otherwise the compositions are asked for the ball around its centre
-    that its corners touch.
+    parts as long as that may help in these seconds of the clock. Otherwise the compositions are asked for the ball
+    around its centre that its corners touch.
     """
     x = (lower + upper) / 2
     half = up(torch.maximum(upper - x, x - lower)).clamp(min=0.0)
@@ -240,7 +252,7 @@ def leads_everywhere(
         return LeadProof(1)
     try:
         if forms.refusal(network) is None:
-            margins = forms.margins_over_parts(network, lower, upper, seconds)
+            margins = forms.margins_over_parts(network, lower, upper, seconds, clock)
             leading = bool(margins.margins[0] == math.inf)  # class 0 is the one that leads
             return LeadProof(margins.parts if margins.least > 0 and leading else 0, margins.losses)
         radii = compositions["best"](centre, radius)
@@ -249,36 +261,60 @@ def leads_everywhere(
         return LeadProof()
 
 
-def _all_lead(questions: Sequence[_Question], seconds: float = 0.0) -> LeadProof:
+def _all_lead(
+    questions: Sequence[_Question], seconds: float = 0.0, clock: Callable[[], float] = time.monotonic
+) -> LeadProof:
     """The parts of all boxes, and the losses of the last; no parts where one of them is not proved."""
-    parts, losses, deadline = 0, dict[str, float](), time.monotonic() + seconds
+    parts, losses, deadline = 0, dict[str, float](), clock() + seconds
     for question in questions:
-        left = max(0.0, deadline - time.monotonic())
-        proof = leads_everywhere(question.network, question.lower, question.upper, left)
+        left = max(0.0, deadline - clock())
+        proof = leads_everywhere(question.network, question.lower, question.upper, left, clock)
         if not proof.parts:
             return proof
         parts, losses = parts + proof.parts, proof.losses
     return LeadProof(parts, losses)
 
 
-def _in_time(questions: Sequence[_Question], deadline: float) -> LeadProof | None:
-    """The same in a process of its own; None where the deadline comes first."""
-    proofs = list[LeadProof]()
+def _in_time(questions: Sequence[_Question], seconds: float, processor_time: bool) -> LeadProof | None:
+    """The same in a process of its own; None where these seconds are over first."""
+    proofs, deadline = list[LeadProof](), math.inf if processor_time else time.monotonic() + seconds
     with Processes().open(_Prove(), lambda values: proofs.extend(proof for _, proof in values), 1) as pool:
-        pool.submit(0, (questions, max(0.0, deadline - time.monotonic())))
+        pool.submit(0, _Timed(questions, seconds, processor_time))
         while not proofs and (left := deadline - time.monotonic()) > 0:
-            for ended in pool.wait(left):
-                if ended.failure is not None:
-                    raise ended.failure.error or HoldfastError(f"nothing is decided: {ended.failure.reason}")
+            for ended in pool.wait(None if processor_time else left):
+                if ended.failure is None:
+                    continue
+                if isinstance(ended.failure.error, TimeLimitError):
+                    return None
+                raise ended.failure.error or HoldfastError(f"nothing is decided: {ended.failure.reason}")
     return proofs[0] if proofs else None
 
 
 @final
-class _Prove(Task[tuple[Sequence[_Question], float]]):
-    """Questions, and how many seconds there are for them."""
+@dataclass(frozen=True)
+class _Timed:
+    """Questions, and how many seconds there are for them, by the clock or of the processor."""
 
-    def start(self) -> Work[tuple[Sequence[_Question], float]]:
-        def work(item: tuple[Sequence[_Question], float], emit: Emit) -> None:
-            emit(_all_lead(*item))
+    questions: Sequence[_Question]
+    seconds: float
+    processor_time: bool
+
+
+@final
+class _Prove(Task[_Timed]):
+    """Answers them; a process that works longer than it may is told so by the system."""
+
+    def start(self) -> Work[_Timed]:
+        def work(asked: _Timed, emit: Emit) -> None:
+            if asked.processor_time:
+                signal.signal(signal.SIGXCPU, _time_is_over)
+                most = math.ceil(processor_seconds() + asked.seconds)
+                resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+            clock = processor_seconds if asked.processor_time else time.monotonic
+            emit(_all_lead(asked.questions, asked.seconds, clock))
 
         return work
+
+
+def _time_is_over(*_: object) -> NoReturn:
+    raise TimeLimitError("the processor has worked on this proof for as long as it may")

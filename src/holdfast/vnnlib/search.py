@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import final
@@ -39,22 +38,29 @@ class Search:
             if count < 1:
                 raise InputError(f"{name} is {count}; expected at least 1")
 
-    def __call__(self, outputs: Outputs, box: Box, seed: int, deadline: float) -> Iterator[Float64[Tensor, " inputs"]]:
-        """Points of the box at which some case holds, as they are found; none after the deadline."""
+    def __call__(
+        self, outputs: Outputs, box: Box, seed: int, overdue: Callable[[], bool] = bool
+    ) -> Iterator[Float64[Tensor, " inputs"]]:
+        """Points of the box at which some case holds, as they are found; none once it is overdue."""
         generator = torch.Generator().manual_seed(seed)
         most = max(1, _TOGETHER // self.restarts)
         for first in range(0, len(box.cases), most):
-            yield from self._descend(outputs, box, box.cases[first : first + most], generator, deadline)
+            yield from self._descend(outputs, box, box.cases[first : first + most], generator, overdue)
 
     def _descend(
-        self, outputs: Outputs, box: Box, cases: tuple[OutputCase, ...], generator: torch.Generator, deadline: float
+        self,
+        outputs: Outputs,
+        box: Box,
+        cases: tuple[OutputCase, ...],
+        generator: torch.Generator,
+        overdue: Callable[[], bool],
     ) -> Iterator[Tensor]:
         width = box.upper - box.lower
         share = torch.rand(len(cases), self.restarts, len(width), dtype=torch.float64, generator=generator)
         share[:, 0] = 0.5
         x = (box.lower + share * width).flatten(0, 1).clamp(box.lower, box.upper)
         for step in range(self.steps + 1):
-            if time.monotonic() > deadline:
+            if overdue():
                 return
             excess, gradient = self._excess(outputs, x, cases)
             yield from x[excess <= 0]

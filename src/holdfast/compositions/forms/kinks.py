@@ -22,7 +22,7 @@ from holdfast.compositions.forms.units import Wiring, Written, spread
 from holdfast.layers.activation.base import Activation
 from holdfast.layers.activation.functions import Absolute, LeakyRelu, Relu
 from holdfast.linalg import Ball
-from holdfast.linalg.rounding import down
+from holdfast.linalg.rounding import down, up
 
 _FLAT = (0.1, 0.2, 0.4, 0.8)  # the least distance of x₀ from t', as shares of half the reach
 
@@ -86,6 +86,7 @@ class Kinks(Local):
         self._side = torch.where(self.positive[tokens], -1.0, 1.0).double().flatten()
         t = self._t[tokens]
         self._distance = down(t.mid.abs() - t.rad).flatten()  # may be negative, by no more than rounding
+        self._farthest = up(t.mid.abs() + t.rad).flatten()
         C = spread(self._wiring.read(), tokens, len(self.u))
         return C, torch.zeros(len(C), dtype=torch.float64)
 
@@ -105,6 +106,8 @@ class Kinks(Local):
         other = torch.where(self._side > 0, low, high)
         ceiling = self._distance + other + (self._distance.abs() + other) * 1e-15
         self._ceiling, self._rows = ceiling[self._open], self._x[self._open]
+        begin = self._farthest + other + (self._farthest + other) * 1e-15
+        self._begin = begin[self._open]
         self._cube = size.cube(self._rows)
         self._squares = Squares(self._rows, self._open // self.stride)
         self._wrong = (-self._distance).clamp(min=0.0)  # a unit on the other side of its kink than its slope says
@@ -154,14 +157,20 @@ class Kinks(Local):
 
     def take(self, prepared: Written, s: int, problem: Problem, varying: Tensor | None) -> None:
         wrong = prepared.c[s].abs() @ self._wrong + prepared.lost(self._wrong)[s]
-        w = prepared.errors(self._open)[s] - prepared.c[s, self._open]
+        error = prepared.errors(self._open)[s]
         if varying is not None:
-            w = w + varying[self._open] * self._strength
+            error = error + varying[self._open] * self._strength
             wrong = wrong + varying @ self._wrong * self._strength
         problem.lose("rounding", float(wrong) * (1 + 1e-10))
+        w = error - prepared.c[s, self._open]
         used = ~(w <= 0)
         problem.weight = torch.cat([problem.weight, w[used] * (1 + 1e-12)])
         problem.x = torch.cat([problem.x, self._rows[used]])
         problem.threshold = torch.cat([problem.threshold, self._threshold[used]])
         problem.reach = torch.cat([problem.reach, self._reach[used]])
         problem.ceiling = torch.cat([problem.ceiling, self._ceiling[used]])
+        gain = prepared.c[s, self._open] * (1 - 1e-12) - error * (1 + 1e-12)
+        used = (gain > 0) & (self._reach > self._begin)
+        problem.gain = torch.cat([problem.gain, gain[used]])
+        problem.rising = torch.cat([problem.rising, self._rows[used]])
+        problem.begin = torch.cat([problem.begin, self._begin[used]])

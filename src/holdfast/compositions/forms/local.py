@@ -47,7 +47,8 @@ class Size:
 class Problem:
     """What is taken off one margin: a quadratic polynomial of b = scale · a, numbers, and kinks with a free parameter.
 
-    The margin is at least value + gradient·b + bᵀ form b - Σ_u weight_u (x_u·b - threshold_u)₊.
+    The margin is at least
+    value + gradient·b + bᵀ form b - Σ_u weight_u (x_u·b - threshold_u)₊ + Σ_v gain_v (rising_v·b - begin_v)₊.
 
     Attributes:
         value: the margin at the centre less all numbers.
@@ -56,6 +57,7 @@ class Problem:
         rounding: what the form may lack, times ‖b‖².
         weight, x, threshold, reach: the kinks; |x_u·b| <= reach_u.
         ceiling: where a kink's unit has not crossed, x_u·b <= ceiling_u; where it has, x_u·b >= threshold_u.
+        gain, rising, begin: kinks that the margin gains.
         slight: a number that is not worth a matrix.
         losses: the numbers that were taken off, by name.
         named: the parts of the form, by name: matrices, or rows with weights.
@@ -70,6 +72,9 @@ class Problem:
     threshold: Tensor
     reach: Tensor
     ceiling: Tensor
+    gain: Tensor
+    rising: Tensor
+    begin: Tensor
     slight: float = 0.0
     losses: dict[str, float] = field(default_factory=dict)
     named: list[tuple[str, Tensor, Tensor | None]] = field(default_factory=list)
@@ -78,14 +83,14 @@ class Problem:
     def of(cls, value: float, gradient: Tensor, slight: float = 0.0) -> Problem:
         p, none = len(gradient), gradient.new_zeros(0)
         form, rows = gradient.new_zeros(p, p), gradient.new_zeros(0, p)
-        return cls(value, gradient, form, 0.0, none, rows, none, none, none, slight)
+        return cls(value, gradient, form, 0.0, none, rows, none, none, none, none, rows, none, slight)
 
     @property
     def finite(self) -> bool:
         """Whether nothing has overflowed."""
-        parts = (self.gradient, self.form, self.weight, self.x, self.threshold, self.reach, self.ceiling)
+        kinks = (self.weight, self.x, self.threshold, self.reach, self.ceiling, self.gain, self.rising, self.begin)
         known = math.isfinite(self.value) and math.isfinite(self.rounding)
-        return known and all(bool(torch.isfinite(part).all()) for part in parts)
+        return known and all(bool(torch.isfinite(part).all()) for part in (self.gradient, self.form, *kinks))
 
     def lose(self, name: str, amount: float) -> None:
         """Takes a number off."""

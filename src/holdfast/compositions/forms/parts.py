@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -54,7 +55,11 @@ class _Part:
 
 
 def margins_over_parts(
-    network: Network, lower: Float64[Tensor, "n d"], upper: Float64[Tensor, "n d"], seconds: float
+    network: Network,
+    lower: Float64[Tensor, "n d"],
+    upper: Float64[Tensor, "n d"],
+    seconds: float,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Lower:
     """Lower bounds of all margins over a box, by parts of it where they are not positive on the whole.
 
@@ -63,16 +68,17 @@ def margins_over_parts(
         lower: (n, d) lower ends of the input's coordinates.
         upper: (n, d) upper ends.
         seconds: no part is begun that is not likely to be the last before them.
+        clock: tells the time, in seconds.
 
     Returns:
         The least bounds of all parts, and how many there are. Where a part's centre has another prediction, nothing
         is proved: the margins of the first are then at most 0 there.
     """
-    began = time.monotonic()
+    began = clock()
     parts = [_Part.of(network, lower.double(), upper.double())]
-    whole, per_part = parts[0].lower, time.monotonic() - began
+    whole, per_part = parts[0].lower, clock() - began
     while not (worst := parts[0]).proved and bool((worst.high > worst.low).any()):
-        left = seconds - (time.monotonic() - began)
+        left = seconds - (clock() - began)
         if 2 * per_part > left:
             break
         halves = worst.halves(network)
@@ -81,7 +87,7 @@ def margins_over_parts(
             heapq.heappush(parts, half)
         if any(half.lower.margins.argmax() != whole.margins.argmax() for half in halves):
             return replace(whole, least=-math.inf, margins=torch.full_like(whole.margins, -math.inf), parts=len(parts))
-        per_part = (time.monotonic() - began) / (2 * len(parts) - 1)
+        per_part = (clock() - began) / (2 * len(parts) - 1)
         # Where nothing at all is known of a part, this is not a number, and forbids nothing.
         gain = min(half.lower.least for half in halves) - worst.lower.least
         if (

@@ -9,7 +9,7 @@ from torch import Tensor
 from holdfast.compositions.forms.local import THETA
 from holdfast.linalg.squarings import gram_norm, thin_gram_norm
 
-_CHUNK = 2**22
+_CHUNK = 2**18
 _GROUP = 6  # hinges whose subsets are all tried
 _CUBE_GROUP = 6  # the same in a cube, where a subset costs more
 _SHARPER, _ROUNDS = 8, 3  # subsets of a group that are looked at in the cube, and how often
@@ -130,7 +130,8 @@ def hinges(
                 assert cube is not None
                 top = (most - lost).topk(min(_SHARPER, len(tried)), -1).indices  # (S, top)
                 sharp = (tried[top] * v.unsqueeze(-2)) @ cube[k]  # (S, top, P)
-                sharp = sharp.abs().sum(-1) * radius * (1 + 1e-10) + THETA * cube.shape[1] ** 0.5 * long.sqrt() * radius
+                sharp = torch.linalg.vector_norm(sharp, 1, -1) * (radius * (1 + 1e-10))
+                sharp = sharp + THETA * cube.shape[1] ** 0.5 * long.sqrt() * radius
                 most = most.scatter(-1, top, torch.minimum(most.gather(-1, top), sharp))
             largest = (most - lost + 1e-12 * (most + lost.abs())).amax(-1).clamp(min=0.0)
             total[part] += torch.minimum(largest, sorted_own[part, start : start + size].sum(-1)) * (1 + 1e-10)
