@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from holdfast.compositions.forms.jets import SecondOrders
 from holdfast.compositions.forms.region import Region
 from holdfast.compositions.forms.walk import CentreWalk, Covectors
 from holdfast.errors import SoundnessError
@@ -42,6 +43,8 @@ class Batches:
         tokens: for every place that is not affine, the tokens of its output on which a margin depends.
         functions: the scalars of every such place, pulled back, and what they were rounded by.
         suprema: of their first order, for scale 1.
+        jets: the second orders of all places together, where that is affordable.
+        bows: then of every place's functions, bounds for radius 1.
         of: these functions in parts.
         outputs: for attention whose covectors vary, the coordinates of its output.
         bends: for attention, how the bilinear part of its logits varies with earlier rests.
@@ -57,7 +60,9 @@ class Batches:
         self.outputs: dict[int, list[BatchPart]] = {}
         self.bends: dict[int, list[BatchPart]] = {}
         self._sights: dict[int, dict[int, tuple[Tensor, float]]] = {}
+        self.bows: dict[int, Tensor] = {}
         self._find_tokens(margins)
+        self.jets = SecondOrders(walk, region) if SecondOrders.affordable(walk, region) else None
         for i in walk.curved:
             self._prepare(i)
         self.ends = self._part(margins.at, len(margins), 1.0)
@@ -90,12 +95,14 @@ class Batches:
             covectors = self._walk.pulled(some, i, self._region)
             self.of[i].append(self._part(covectors.at, len(some), len(some) / len(C)))
             numbers = sum(self._walk.local(k).numbers for k in covectors.at)
-            if local.attention is not None and local.attention.turns(numbers, _BUDGET):
+            if self.jets is None and local.attention is not None and local.attention.turns(numbers, _BUDGET):
                 sights.append({k: self._walk.local(k).seen(mu) for k, mu in covectors.at.items()})
             pulled.append(covectors.without_places())
         functions = Covectors.joined(pulled)
         self.functions[i], self.suprema[i] = (functions, error), self._region.supremum(functions.X)
         local.place(functions.X, self.suprema[i])
+        if self.jets is not None:
+            self.bows[i] = self.jets.norms(i, C)
         if local.attention is not None:
             self._sights[i] = _joined(sights)
             bent = local.attention.bent(self._sights[i], _BUDGET) if self._sights[i] else None
@@ -144,15 +151,25 @@ class Batches:
                         turning[k] = turning[k] + norms if k in turning else norms
         return BatchPart(count, prepared, turning)
 
-    def ranges(self, batch: list[BatchPart], radius: float, enough: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What the rests of all earlier places add to the functions of a batch, from -low to high."""
+    def beyond(self, i: int, radius: float, enough: Tensor) -> tuple[Tensor, Tensor]:
+        """What a place's functions have beyond first order, from -low to high."""
+        if self.jets is None:
+            return self.ranges(self.of[i], radius, enough)
+        low, high = self.ranges(self.of[i], radius, enough, bent=False)
+        second = self.bows[i] * (radius * radius) + self.jets.tiny(self.functions[i][0], radius)
+        return low + second, high + second
+
+    def ranges(
+        self, batch: list[BatchPart], radius: float, enough: Tensor | None = None, *, bent: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """What the rests of all earlier places add to the functions of a batch, from -low to high; see `Local.range`."""
         lows, highs, start = [], [], 0
         for part in batch:
             low = high = torch.zeros(part.count, dtype=torch.float64)
             some = None if enough is None else enough[start : start + part.count]
             for i in part.prepared.keys() | part.turning.keys():
                 varying = part.turning[i] * radius if i in part.turning else None
-                below, above = self._walk.local(i).range(part.prepared.get(i), varying, some)
+                below, above = self._walk.local(i).range(part.prepared.get(i), varying, some, bent=bent)
                 low, high = low + below, high + above
             lows.append(low)
             highs.append(high)

@@ -21,6 +21,7 @@ from torch import Tensor
 from holdfast.compositions.forms.covered import Covered, Four, Softened, at_rows, narrow
 from holdfast.compositions.forms.local import Problem, Size
 from holdfast.compositions.forms.suprema import QuadraticSums, Squares, length, shared, together, worth
+from holdfast.linalg.directions import Directions
 from holdfast.linalg.squarings import gram_norm, thin_gram_norm
 
 _SMALL = 1e-100
@@ -248,6 +249,16 @@ class HeadRows:
         values = torch.einsum("shik,hjkp->shijp", m, V) + g.unsqueeze(-1) * L[:, chosen] / 2
         return left, torch.cat([keys, (p.unsqueeze(-1) * values).flatten(1, 3)], 1)
 
+    def second_order_of(self, i: int, directions: Directions) -> Tensor:
+        """(h, k, pairs) Q₂ of every coordinate of the heads' outputs at row i."""
+        first, second = directions.first, directions.second
+        p, L = self._soft.p[:, i], self._L[:, i]
+        bent = torch.einsum("hkp,hjkq->hjpq", self._Q[:, i], self._K)
+        forms = (bent[..., first, second] + bent[..., second, first] + L[..., first] * L[..., second]) / 2
+        carried = torch.einsum("hjp,hjkq->hkpq", p.unsqueeze(-1) * L, self._V)
+        weights = (p.unsqueeze(-1) * self._soft.spread[:, i]).mT  # (h, k, j)
+        return weights @ forms + (carried[..., first, second] + carried[..., second, first]) / 2
+
     def turning_size(self, covered: Covered, index: Tensor, size: float) -> Tensor:
         """(S) a bound of the turning on absolute values, for rounding."""
         q, k, v, logits = (float(length(x.reshape(-1, x.shape[-1]), 2)) for x in self.rows)
@@ -292,8 +303,8 @@ class HeadRows:
         moved: Tensor = torch.minimum(turned, torch.full_like(turned, 2 * value)) + most_v
         return moved
 
-    def range(self, covered: Covered, enough: Tensor | None) -> Tensor:
-        """(S) bounds of |⟨m, e⟩| for covectors that do not vary."""
+    def range(self, covered: Covered, enough: Tensor | None, bent: bool) -> Tensor:
+        """(S) bounds of |⟨m, e⟩| for covectors that do not vary, with or without Q₂."""
         r, one = self._size.radius, covered.some(slice(None))
         on_l, on_b = self._weights(one)
         spread = on_l * (1 + self._rest_l / self._logit.clamp(min=_SMALL))
@@ -303,11 +314,14 @@ class HeadRows:
             weights = torch.cat([spread[large].flatten(1), on_q.flatten(1), on_k.flatten(1)], 1)
             suprema = torch.cat([x.flatten() for x in (self._logit, self._query, self._key)])
             form[large] = torch.minimum(form[large], self._joint.most(weights, r, suprema) + number)
-        second = self._term_by_term(one)
-        large = worth(second, enough)
-        if len(large):
-            second[large] = torch.minimum(second[large], self.bent(covered, large) * (r * r))
-        return (second + form + self._numbers(one, on_l)) * (1 + 1e-9)
+        most = form + self._numbers(one, on_l)
+        if bent:
+            second = self._term_by_term(one)
+            large = worth(second, enough)
+            if len(large):
+                second[large] = torch.minimum(second[large], self.bent(covered, large) * (r * r))
+            most = most + second
+        return most * (1 + 1e-9)
 
     def _term_by_term(self, one: Covered) -> Tensor:
         """(S) bounds of |Q₂|, which norms may make smaller."""

@@ -22,6 +22,7 @@ from holdfast.compositions.forms.units import Wiring, Written, spread
 from holdfast.layers.activation.base import Activation
 from holdfast.layers.activation.functions import Absolute, LeakyRelu, Relu
 from holdfast.linalg import Ball
+from holdfast.linalg.directions import Directions
 from holdfast.linalg.rounding import down
 
 _FLAT = (0.1, 0.2, 0.4, 0.8)  # the least distance of x₀ from t', as shares of half the reach
@@ -81,6 +82,14 @@ class Kinks(Local):
         low, high = torch.tensor(self._sides, dtype=torch.float64)
         return self._wiring.pull(C, Ball.exact(torch.where(self.positive, high, low)))
 
+    def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
+        low, high = torch.tensor(self._sides, dtype=torch.float64)
+        return self._wiring.push(T, Ball.exact(torch.where(self.positive, high, low)))
+
+    def second_order(self, directions: Directions) -> tuple[Tensor, float]:
+        zeros = torch.zeros(len(directions.first), *self._t.mid.shape, dtype=torch.float64)
+        return self._wiring.write(zeros), 0.0
+
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         self._tokens = tokens
         self._side = torch.where(self.positive[tokens], -1.0, 1.0).double().flatten()
@@ -121,7 +130,7 @@ class Kinks(Local):
         return written.c, written.size
 
     def range(
-        self, prepared: Written | None, varying: Tensor | None, enough: Tensor | None = None
+        self, prepared: Written | None, varying: Tensor | None, enough: Tensor | None = None, *, bent: bool = True
     ) -> tuple[Tensor, Tensor]:
         c = error = wrong = torch.zeros((), dtype=torch.float64)
         if prepared is not None:

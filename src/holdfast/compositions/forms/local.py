@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from holdfast.compositions.forms.region import Region
+from holdfast.linalg.directions import Directions
 
 if TYPE_CHECKING:
     from holdfast.compositions.forms.softmax import Softmax
@@ -169,6 +170,17 @@ class Local(ABC):
         """Aᵀ applied to covectors (K, n, c) at the output, and (K) bounds of what rounding did to them."""
 
     @abstractmethod
+    def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
+        """A applied to (K, n, d) at the input, and (K) bounds of what rounding did to them."""
+
+    @abstractmethod
+    def second_order(self, directions: Directions) -> tuple[Tensor, float]:
+        """The second order of f at first order, as a symmetric form q[b, b] (pairs, n, c), where tokens matter.
+
+        The number is a bound of what rounding did to it, for ‖b‖ <= 1.
+        """
+
+    @abstractmethod
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Functions (K, n, d) of δ on which the rest of these output tokens depends, and (K) what they were rounded by.
 
@@ -194,9 +206,11 @@ class Local(ABC):
 
     @abstractmethod
     def range(
-        self, prepared: Any | None, varying: Tensor | None, enough: Tensor | None = None
+        self, prepared: Any | None, varying: Tensor | None, enough: Tensor | None = None, *, bent: bool = True
     ) -> tuple[Tensor, Tensor]:
         """(S), (S): -low <= ⟨μ, e⟩ <= high on the region, for every covector of a batch; None stands for zeros.
+
+        Unless `bent`, the same of ⟨μ, e - q⟩, without the second order q.
 
         Where covectors vary with G, `varying` (S, M) bounds by how much, for the M numbers that `seen` gives of each.
         Bounds below `enough` (S) need not be sharper.

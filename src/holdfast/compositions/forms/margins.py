@@ -181,7 +181,7 @@ class Margins:
         tiny = (functions.tiny(size.scale, moved[:-1]) + error * moved[i]) * (1 + 1e-12)
         batches, local = self._batches, self.walk.local(i)
         enough = (_SLIGHT * size.scale if self._sharp else math.inf) * batches.suprema[i].clamp(min=1e-300)
-        below, above = batches.ranges(batches.of[i], size.radius, enough)
+        below, above = batches.beyond(i, size.radius, enough)
         self.beyond[i] = low, high = (tiny + below) * (1 + 1e-10), (tiny + above) * (1 + 1e-10)
         attention = local.attention
         if attention is not None and i in batches.bends:

@@ -23,6 +23,7 @@ from holdfast.compositions.forms.suprema import QuadraticSums, Squares, worth
 from holdfast.compositions.forms.units import spread
 from holdfast.layers.norm.piece import Normalisation
 from holdfast.linalg import Ball
+from holdfast.linalg.directions import Directions
 from holdfast.linalg.rounding import frobenius_upper
 from holdfast.linalg.squarings import thin_gram_norm
 
@@ -68,6 +69,7 @@ class Normalised(Local):
         relative = float(frobenius_upper(n.rad, (-1,)).amax()) + float((c.rad / c.mid).amax())
         self._theta = THETA + 16 * relative  # the scale is within 4 units in the last place
         self._largest = float(self._scale.abs().amax()) * (1 + 1e-12)
+        self._pull_size = 4 * self._largest * float(self._c.amax())  # the derivative's norm on absolute values
 
     @property
     def scalars(self) -> int:
@@ -86,8 +88,21 @@ class Normalised(Local):
         return len(self._tokens) * self.u.shape[-1]
 
     def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
-        size = 4 * self._largest * float(self._c.amax())  # its norm on absolute values
-        return self._piece.pull(self.u, C), frobenius_upper(C) * (8 * self._theta * size)
+        return self._piece.pull(self.u, C), frobenius_upper(C) * (8 * self._theta * self._pull_size)
+
+    def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
+        return self._piece.push(self.u, T), frobenius_upper(T) * (8 * self._theta * self._pull_size)
+
+    def second_order(self, directions: Directions) -> tuple[Tensor, float]:
+        """scale ⊙ (½n(3a² - b) - a w), token by token."""
+        first, second = directions.first, directions.second
+        out = torch.zeros(len(first), *self.u.shape, dtype=torch.float64)
+        for token, W, A in zip(self._tokens.tolist(), self._W, self._A, strict=True):
+            along = (3 * A.unsqueeze(-1) * A - W.mT @ W)[first, second] / 2
+            turned = (W[:, first] * A[second] + W[:, second] * A[first]) / 2
+            out[:, token] = ((self._n[token].unsqueeze(-1) * along - turned) * self._scale.unsqueeze(-1)).mT
+        size = float(torch.linalg.vector_norm(self._second_size())) * self._largest
+        return out, 16 * self._theta * size * (1 + 1e-9)
 
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The coordinates of w and then a, of every token."""
@@ -230,7 +245,7 @@ class Normalised(Local):
         return (second + self._unsure(one) * (r * r)) * (1 + 1e-9)
 
     def range(
-        self, prepared: Tokens | None, varying: Tensor | None, enough: Tensor | None = None
+        self, prepared: Tokens | None, varying: Tensor | None, enough: Tensor | None = None, *, bent: bool = True
     ) -> tuple[Tensor, Tensor]:
         most = torch.zeros((), dtype=torch.float64) if varying is None else varying @ self._output_rests
         if prepared is not None:
@@ -238,11 +253,13 @@ class Normalised(Local):
             on_b, on_a, number = self._weights(one)
             weights = self._everywhere(one.tokens, on_b, on_a)
             form = self._squares.most(weights, r, torch.cat([self._w, self._a]), enough)
-            second = self._term_by_term(one)
-            large = worth(second, enough)
-            if len(large):
-                second[large] = torch.minimum(second[large], self._bent(prepared, large) * (r * r))
-            most = most + second + form + number
+            most = most + form + number
+            if bent:
+                second = self._term_by_term(one)
+                large = worth(second, enough)
+                if len(large):
+                    second[large] = torch.minimum(second[large], self._bent(prepared, large) * (r * r))
+                most = most + second
         return most * (1 + 1e-9), most * (1 + 1e-9)
 
     def take(self, prepared: Tokens, s: int, problem: Problem, varying: Tensor | None) -> None:

@@ -20,10 +20,12 @@ from holdfast.compositions.forms.suprema import QuadraticSums, worth
 from holdfast.compositions.forms.units import Wiring, Written, spread
 from holdfast.layers.activation.base import SmoothActivation
 from holdfast.linalg import Ball
+from holdfast.linalg.directions import Directions
 from holdfast.linalg.rounding import down, up
 
 _TOGETHER = 1024  # units whose second orders may cancel in a scalar; those of one token always do
 _SMALL = 1e-100
+_CHUNK = 2**22
 _NARROW, _TINY = 2.0**-23, 1e-37  # what float32 takes of a number, relative and absolute
 
 
@@ -72,6 +74,21 @@ class SmoothUnits(Local):
 
     def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
         return self._wiring.pull(C, self._slopes)
+
+    def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
+        return self._wiring.push(T, self._slopes)
+
+    def second_order(self, directions: Directions) -> tuple[Tensor, float]:
+        n, units = self._t.mid.shape
+        x, bend = (part.reshape(-1, units, *part.shape[1:]) for part in (self._x, self._bend))
+        out = []
+        for some in torch.split(torch.arange(len(directions.first)), max(1, _CHUNK // (n * units))):
+            first, second = directions.first[some], directions.second[some]
+            squares = torch.zeros(len(some), n, units, dtype=torch.float64)
+            squares[:, self._tokens] = (x[..., first] * x[..., second] * (bend / 2).unsqueeze(-1)).movedim(-1, 0)
+            out.append(self._wiring.write(squares))
+        sizes = bend.abs() / 2 * self._lengths.square().reshape(-1, units) @ self._wiring.lengths()
+        return torch.cat(out), 32 * THETA * float(torch.linalg.vector_norm(sizes))
 
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         self._tokens = tokens
@@ -132,7 +149,7 @@ class SmoothUnits(Local):
         return self._wiring.grown(moved, float(torch.linalg.vector_norm(slopes * reach))) * (1 + 1e-10)
 
     def range(
-        self, prepared: Bends | None, varying: Tensor | None, enough: Tensor | None = None
+        self, prepared: Bends | None, varying: Tensor | None, enough: Tensor | None = None, *, bent: bool = True
     ) -> tuple[Tensor, Tensor]:
         beyond = torch.zeros((), dtype=torch.float64) if varying is None else varying @ self._steep
         if prepared is None:
@@ -143,8 +160,10 @@ class SmoothUnits(Local):
         )
         narrow = _NARROW * (c.abs() @ steep) + _TINY * steep.sum()
         beyond = beyond + c.abs() @ third + prepared.written.lost(steep) + narrow
-        bent = c * sign
-        low, high = (part.clamp(min=0.0) @ second for part in (-bent, bent))
+        if not bent:
+            return beyond * (1 + 1e-9), beyond * (1 + 1e-9)
+        turned = c * sign
+        low, high = (part.clamp(min=0.0) @ second for part in (-turned, turned))
         large = worth(torch.maximum(low, high), enough)
         unknown = large[prepared.norm[large].isnan()]
         for part in torch.split(unknown, _TOGETHER):

@@ -16,6 +16,7 @@ from holdfast.compositions.forms.local import THETA, Local, Problem, Size
 from holdfast.compositions.forms.suprema import length
 from holdfast.layers.attention.piece import Attention
 from holdfast.linalg import Ball
+from holdfast.linalg.directions import Directions
 from holdfast.linalg.rounding import frobenius_upper
 
 _MANY = 256  # logits, from which on covectors at one row are treated apart
@@ -86,11 +87,24 @@ class Softmax(Local):
         return torch.arange(len(self.u))
 
     def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
+        return self._at.pull(C.unsqueeze(1)).squeeze(1), frobenius_upper(C) * (8 * self._theta * self._pull_size())
+
+    def _pull_size(self) -> float:
+        """The norm of the derivative on absolute values: rows of p have norms of at most 1, centring at most doubles."""
         w_q, w_k, w_v = self._map_sizes()
         q, k = (float(length(x, 3)) for x in (self._q, self._k))
-        # The pull on absolute values: rows of p have norms of at most 1, centring at most doubles.
-        size = self._outer * (len(self.u) ** 0.5 * w_v + 2 * self._value * (k * w_q + q * w_k)) + abs(self._residual)
-        return self._at.pull(C.unsqueeze(1)).squeeze(1), frobenius_upper(C) * (8 * self._theta * size)
+        return self._outer * (len(self.u) ** 0.5 * w_v + 2 * self._value * (k * w_q + q * w_k)) + abs(self._residual)
+
+    def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
+        return self._at.push(T.unsqueeze(1)).squeeze(1), frobenius_upper(T) * (8 * self._theta * self._pull_size())
+
+    def second_order(self, directions: Directions) -> tuple[Tensor, float]:
+        heads = self._heads[None]
+        out = torch.zeros(len(directions.first), len(self.u), self._w_o.shape[-1], dtype=torch.float64)
+        for i, row in enumerate(self._rows.tolist()):
+            out[:, row] = torch.einsum("hkx,hkc->xc", heads.second_order_of(i, directions), self._w_o)
+        size = float(torch.linalg.vector_norm(heads.second_size().sum(0))) * self._outer
+        return out, 32 * self._theta * size * (1 + 1e-9)
 
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Queries of the rows, keys, values and centred logits."""
@@ -180,13 +194,13 @@ class Softmax(Local):
         return float((out + abs(self._residual) * moved) * (1 + 1e-9))
 
     def range(
-        self, prepared: AttentionRows | None, varying: Tensor | None, enough: Tensor | None = None
+        self, prepared: AttentionRows | None, varying: Tensor | None, enough: Tensor | None = None, *, bent: bool = True
     ) -> tuple[Tensor, Tensor]:
         most = torch.zeros((), dtype=torch.float64)
         if prepared is not None:
             most = torch.zeros(prepared.count, dtype=torch.float64)
             for index, heads, covered in prepared.parts:
-                most[index] = heads.range(covered, None if enough is None else enough[index])
+                most[index] = heads.range(covered, None if enough is None else enough[index], bent)
         if varying is not None:
             most = most + varying @ self.output_rests
         return most * (1 + 1e-9), most * (1 + 1e-9)

@@ -14,6 +14,7 @@ from torch import Tensor
 from holdfast.compositions.forms.local import Local, Problem, Size
 from holdfast.compositions.forms.softmax import Softmax
 from holdfast.layers.beside import KinkedBeside, SmoothBeside
+from holdfast.linalg.directions import Directions
 from holdfast.linalg.rounding import UNIT, frobenius_upper
 
 
@@ -56,6 +57,14 @@ class Waiting(Local):
         added = (frobenius_upper(C) + frobenius_upper(pulled) * self._root) * ((self._part.times + 2) * UNIT)
         return self._part.back(C, pulled), (lost * self._root + added) * (1 + 1e-12)
 
+    def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
+        pushed, lost = self._inner.push(self._part.take(T))
+        return self._part.join(T, pushed), (lost + (frobenius_upper(T) + frobenius_upper(pushed)) * UNIT) * (1 + 1e-12)
+
+    def second_order(self, directions: Directions) -> tuple[Tensor, float]:
+        new, defect = self._inner.second_order(directions)
+        return self._part.join(new.new_zeros(len(new), *self.u.shape), new), defect
+
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         C, error = self._inner.covectors(torch.arange(self._part.outputs[0]))
         added = frobenius_upper(C) * (self._part.times * UNIT)
@@ -72,9 +81,9 @@ class Waiting(Local):
         return (moved + out) * (1 + 1e-12)
 
     def range(
-        self, prepared: Any | None, varying: Tensor | None, enough: Tensor | None = None
+        self, prepared: Any | None, varying: Tensor | None, enough: Tensor | None = None, *, bent: bool = True
     ) -> tuple[Tensor, Tensor]:
-        return self._inner.range(prepared, varying, enough)
+        return self._inner.range(prepared, varying, enough, bent=bent)
 
     def take(self, prepared: Any, s: int, problem: Problem, varying: Tensor | None) -> None:
         self._inner.take(prepared, s, problem, varying)
