@@ -15,8 +15,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms.local import THETA, Local, Problem, Size
+from holdfast.compositions.forms.local import THETA, Local, Problem, Size, Twist
 from holdfast.compositions.forms.suprema import QuadraticSums, worth
+from holdfast.compositions.forms.third import Triples
 from holdfast.compositions.forms.units import Wiring, Written, spread
 from holdfast.layers.activation.base import SmoothActivation
 from holdfast.linalg import Ball
@@ -90,11 +91,32 @@ class SmoothUnits(Local):
         sizes = bend.abs() / 2 * self._lengths.square().reshape(-1, units) @ self._wiring.lengths()
         return torch.cat(out), 32 * THETA * float(torch.linalg.vector_norm(sizes))
 
+    def functions(self, T: Tensor) -> Tensor:
+        return (T[:, self._tokens] @ self._wiring.read().mT).flatten(1).mT
+
+    def third_order(self, second: Tensor, size: float, directions: Directions) -> tuple[Twist, float]:
+        (n, units), x = self._t.mid.shape, self._x
+        bend, turn = self._bend.unsqueeze(-1), self._turn.unsqueeze(-1)
+
+        def at(t: Triples) -> Tensor:
+            new = t.added(x, second) * bend + turn / 2 * (x[:, t.q, None] * x[:, t.r] * x[:, t.s])
+            out = torch.zeros(len(t.r), n, units, dtype=torch.float64)
+            out[:, self._tokens] = new.mT.reshape(len(t.r), -1, units)
+            return self._wiring.write(out)
+
+        lengths = self._lengths.reshape(-1, units)
+        sizes = self._bend.abs().reshape(-1, units) * size + self._turn.abs().reshape(-1, units) * lengths.square()
+        total = torch.linalg.vector_norm((sizes * lengths) @ self._wiring.lengths())
+        return at, 32 * THETA * float(total)
+
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         self._tokens = tokens
         t = self._t[tokens].reshape(-1)
         self._low, self._high = t.lower, t.upper
         self._bend = self._phi.derivative(2, Ball.exact(t.mid)).mid  # any number does: Δ is measured from it
+        self._turn = self._phi.derivative(3, Ball.exact(t.mid)).mid
+        own = self._phi.derivative(2, t)
+        self._unsure = up((own.mid - self._bend).abs() + own.rad)  # of the second derivative at t
         C = spread(self._wiring.read(), tokens, len(self.u))
         return C, torch.zeros(len(C), dtype=torch.float64)
 
@@ -130,7 +152,7 @@ class SmoothUnits(Local):
         """Of numbers of all units those at some of their tokens."""
         return x.reshape(-1, self._units)[tokens].flatten()
 
-    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float) -> float:
+    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float, third: Tensor | None) -> float:
         self._size = size
         self._rho = rho = self._first * size.scale * (1 + 1e-12)
         rest = torch.maximum(low, high)
@@ -145,6 +167,13 @@ class SmoothUnits(Local):
         self._form = (drift * (1 + eta) + bend * eta) / 2 * (1 + 1e-12)
         self._number = (drift + bend) / 2 * (rest.square() + rho * rest) * (1 + 1e-12)
         self._third = (self._form * rho.square() + self._number) * (1 + 1e-12)
+        self._left = self._third
+        if third is not None:
+            turned = self._phi.range(3, low, high)
+            drift = up(torch.maximum(turned.high - self._turn, self._turn - turned.low)).clamp(min=0.0)
+            left = bend * (rho * third + rest.square() / 2) + self._unsure / 2 * reach.square()
+            left = left + self._turn.abs() / 2 * reach.square() * rest  # |h³ - (x·b)³| <= 3h²|r|
+            self._left = (left + drift / 6 * reach**3) * (1 + 1e-12)
         slopes = self._phi.range(1, low, high).magnitude
         return self._wiring.grown(moved, float(torch.linalg.vector_norm(slopes * reach))) * (1 + 1e-10)
 
@@ -156,7 +185,8 @@ class SmoothUnits(Local):
             return beyond * (1 + 1e-10), beyond * (1 + 1e-10)
         c, tokens = prepared.written.c.double(), prepared.tokens
         third, steep, second, sign = (
-            self._among(x, tokens) for x in (self._third, self._steep, self._second, self._bend.sign())
+            self._among(x, tokens)
+            for x in (self._third if bent else self._left, self._steep, self._second, self._bend.sign())
         )
         narrow = _NARROW * (c.abs() @ steep) + _TINY * steep.sum()
         beyond = beyond + c.abs() @ third + prepared.written.lost(steep) + narrow

@@ -12,8 +12,9 @@ from holdfast.attention.layer import project
 from holdfast.attention.rotary import Rotary
 from holdfast.compositions.forms.covered import Covered, Four, Softened, at_rows
 from holdfast.compositions.forms.heads import HeadRows
-from holdfast.compositions.forms.local import THETA, Local, Problem, Size
+from holdfast.compositions.forms.local import THETA, Local, Problem, Size, Twist
 from holdfast.compositions.forms.suprema import length
+from holdfast.compositions.forms.third import HeadTwists, Triples, beyond_third
 from holdfast.layers.attention.piece import Attention
 from holdfast.linalg import Ball
 from holdfast.linalg.directions import Directions
@@ -106,6 +107,30 @@ class Softmax(Local):
         size = float(torch.linalg.vector_norm(heads.second_size().sum(0))) * self._outer
         return out, 32 * self._theta * size * (1 + 1e-9)
 
+    def functions(self, T: Tensor) -> Tensor:
+        rows, p = self._rows, self._p[:, self._rows]
+        q = torch.einsum("mid,hidk->hikm", T[:, rows], self._w_q[:, rows])
+        k = torch.einsum("mjd,hjdk->hjkm", T, self._w_k)
+        v = torch.einsum("mjd,hdk->hjkm", T, self._w_v)
+        logits = torch.einsum("hikm,hjk->hijm", q, self._k) + torch.einsum("hik,hjkm->hijm", self._q[:, rows], k)
+        logits = logits - (p.unsqueeze(-1) * logits).sum(2, keepdim=True)
+        return torch.cat([part.transpose(0, 1).flatten(0, 2) for part in (q, k, v, logits)])
+
+    def third_order(self, second: Tensor, size: float, directions: Directions) -> tuple[Twist, float]:
+        heads = self._heads[None]
+        twists = HeadTwists(heads, self._split(second), directions)
+
+        def at(t: Triples) -> Tensor:
+            out = torch.zeros(len(t.r), len(self.u), self._w_o.shape[-1], dtype=torch.float64)
+            out[:, self._rows] = torch.einsum("hikm,hkc->mic", twists.at(t), self._w_o)
+            return out
+
+        q, k, v, logits = (float(length(x.reshape(-1, x.shape[-1]), 2)) for x in heads.rows)
+        many = size * second.shape[0] ** 0.5  # the length of all second orders together
+        on_g = (q + k) * many + logits * (many + 2 * q * k + logits**2)
+        total = self._value * on_g + 2 * (logits**2 + 2 * q * k + many) * v + logits * many
+        return at, 64 * self._theta * self._outer * total
+
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Queries of the rows, keys, values and centred logits."""
         self._rows = tokens
@@ -180,8 +205,9 @@ class Softmax(Local):
 
     # -- at a scale
 
-    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float) -> float:
+    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float, third: Tensor | None) -> float:
         rests, small = self._split(torch.maximum(low, high)), self._split(tiny)
+        self._third = None if third is None else self._split(third)
         whole = self._heads[None]
         bending = None if self.bending is None else self.bending.reshape(rests[3].shape)
         turned = whole.settle(size, rests, small, bending)
@@ -200,7 +226,10 @@ class Softmax(Local):
         if prepared is not None:
             most = torch.zeros(prepared.count, dtype=torch.float64)
             for index, heads, covered in prepared.parts:
-                most[index] = heads.range(covered, None if enough is None else enough[index], bent)
+                if not bent and self._third is not None:
+                    most[index] = beyond_third(heads, covered.some(slice(None)), heads.of_rows(self._third))
+                else:
+                    most[index] = heads.range(covered, None if enough is None else enough[index], bent)
         if varying is not None:
             most = most + varying @ self.output_rests
         return most * (1 + 1e-9), most * (1 + 1e-9)

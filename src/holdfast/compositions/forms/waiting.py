@@ -11,8 +11,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms.local import Local, Problem, Size
+from holdfast.compositions.forms.local import Local, Problem, Size, Twist
 from holdfast.compositions.forms.softmax import Softmax
+from holdfast.compositions.forms.third import Triples
 from holdfast.layers.beside import KinkedBeside, SmoothBeside
 from holdfast.linalg.directions import Directions
 from holdfast.linalg.rounding import UNIT, frobenius_upper
@@ -52,6 +53,10 @@ class Waiting(Local):
     def attention(self) -> Softmax | None:
         return self._inner.attention
 
+    @property
+    def smooth(self) -> bool:
+        return self._inner.smooth
+
     def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
         pulled, lost = self._inner.pull(self._part.new(C))
         added = (frobenius_upper(C) + frobenius_upper(pulled) * self._root) * ((self._part.times + 2) * UNIT)
@@ -65,6 +70,18 @@ class Waiting(Local):
         new, defect = self._inner.second_order(directions)
         return self._part.join(new.new_zeros(len(new), *self.u.shape), new), defect
 
+    def functions(self, T: Tensor) -> Tensor:
+        return self._inner.functions(self._part.take(T))
+
+    def third_order(self, second: Tensor, size: float, directions: Directions) -> tuple[Twist, float]:
+        twist, defect = self._inner.third_order(second, size, directions)
+
+        def at(triples: Triples) -> Tensor:
+            new = twist(triples)
+            return self._part.join(new.new_zeros(len(new), *self.u.shape), new)
+
+        return at, defect
+
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         C, error = self._inner.covectors(torch.arange(self._part.outputs[0]))
         added = frobenius_upper(C) * (self._part.times * UNIT)
@@ -76,8 +93,8 @@ class Waiting(Local):
     def prepare(self, mu: Tensor) -> Any:
         return self._inner.prepare(self._part.new(mu))
 
-    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float) -> float:
-        out = self._inner.settle(size, low, high, tiny, moved * self._root * (1 + 1e-12))
+    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float, third: Tensor | None) -> float:
+        out = self._inner.settle(size, low, high, tiny, moved * self._root * (1 + 1e-12), third)
         return (moved + out) * (1 + 1e-12)
 
     def range(
