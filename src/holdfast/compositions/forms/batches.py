@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from holdfast.compositions.forms.jets import Jets
 from holdfast.compositions.forms.region import Region
 from holdfast.compositions.forms.walk import CentreWalk, Covectors
 from holdfast.errors import SoundnessError
@@ -42,6 +43,7 @@ class Batches:
         tokens: for every place that is not affine, the tokens of its output on which a margin depends.
         functions: the scalars of every such place, pulled back, and what they were rounded by.
         suprema: of their first order, for scale 1.
+        jets: the second and third orders of all places together, where that is affordable.
         of: these functions in parts.
         outputs: for attention whose covectors vary, the coordinates of its output.
         bends: for attention, how the bilinear part of its logits varies with earlier rests.
@@ -58,9 +60,12 @@ class Batches:
         self.bends: dict[int, list[BatchPart]] = {}
         self._sights: dict[int, dict[int, tuple[Tensor, float]]] = {}
         self._find_tokens(margins)
+        self.jets = Jets(walk, region, in_time) if Jets.affordable(walk, region) else None
         for i in walk.curved:
             self._prepare(i)
-        self.ends = self._part(margins.at, len(margins), 1.0)
+        if self.jets is not None:
+            self.jets.finish()
+        self._margins, self.ends = margins.without_places(), self._part(margins.at, len(margins), 1.0)
         self._prepare_outputs()
 
     def _find_tokens(self, margins: Covectors) -> None:
@@ -90,12 +95,14 @@ class Batches:
             covectors = self._walk.pulled(some, i, self._region)
             self.of[i].append(self._part(covectors.at, len(some), len(some) / len(C)))
             numbers = sum(self._walk.local(k).numbers for k in covectors.at)
-            if local.attention is not None and local.attention.turns(numbers, _BUDGET):
+            if self.jets is None and local.attention is not None and local.attention.turns(numbers, _BUDGET):
                 sights.append({k: self._walk.local(k).seen(mu) for k, mu in covectors.at.items()})
             pulled.append(covectors.without_places())
         functions = Covectors.joined(pulled)
         self.functions[i], self.suprema[i] = (functions, error), self._region.supremum(functions.X)
         local.place(functions.X, self.suprema[i])
+        if self.jets is not None:
+            self.jets.reach(i, C, error)
         if local.attention is not None:
             self._sights[i] = _joined(sights)
             bent = local.attention.bent(self._sights[i], _BUDGET) if self._sights[i] else None
@@ -144,15 +151,51 @@ class Batches:
                         turning[k] = turning[k] + norms if k in turning else norms
         return BatchPart(count, prepared, turning)
 
-    def ranges(self, batch: list[BatchPart], radius: float, enough: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What the rests of all earlier places add to the functions of a batch, from -low to high."""
+    @property
+    def expanded(self) -> bool:
+        """Whether margins have a second and a third order, in which all places meet."""
+        return self.jets is not None and bool(self.jets.third) and all(self._walk.local(i).smooth for i in self.of)
+
+    def beyond(self, i: int, radius: float, enough: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What a place's functions have beyond first order, from -low to high; and beyond second order, where known."""
+        if self.jets is None:
+            return *self.ranges(self.of[i], radius, enough), None
+        low, high = self.ranges(self.of[i], radius, enough, bent=False)
+        second, third = self._orders(i, self.functions[i][0], radius)
+        rests = torch.maximum(low, high) + third if self.jets.third else None
+        return low + second + third, high + second + third, rests
+
+    def _orders(self, i: int, functions: Covectors, radius: float) -> tuple[Tensor, Tensor]:
+        """Bounds of functions' second and third orders, with what rounding did to both."""
+        assert self.jets is not None
+        second, third = self.jets.tiny(functions, radius)
+        second = self.jets.second[i] * radius**2 + second
+        if self.jets.third:
+            third = self.jets.third[i] * radius**3 + third
+        return second * (1 + 1e-10), third * (1 + 1e-10)
+
+    def unsure(self, radius: float) -> Tensor:
+        """What rounding may have done to the margins' second order."""
+        assert self.jets is not None
+        return self.jets.tiny(self._margins, radius)[0]
+
+    def at_end(self, radius: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Of expanded margins: bounds of their second and third orders, and of what is beyond."""
+        return *self._orders(len(self._walk.places), self._margins, radius), self.ranges(
+            [self.ends], radius, bent=False
+        )[0]
+
+    def ranges(
+        self, batch: list[BatchPart], radius: float, enough: Tensor | None = None, *, bent: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """What the rests of all earlier places add to the functions of a batch, from -low to high; see `Local.range`."""
         lows, highs, start = [], [], 0
         for part in batch:
             low = high = torch.zeros(part.count, dtype=torch.float64)
             some = None if enough is None else enough[start : start + part.count]
             for i in part.prepared.keys() | part.turning.keys():
                 varying = part.turning[i] * radius if i in part.turning else None
-                below, above = self._walk.local(i).range(part.prepared.get(i), varying, some)
+                below, above = self._walk.local(i).range(part.prepared.get(i), varying, some, bent=bent)
                 low, high = low + below, high + above
             lows.append(low)
             highs.append(high)

@@ -62,6 +62,21 @@ class Softened:
 Four = tuple[Tensor, Tensor, Tensor, Tensor]  # of queries (h, i, …), keys and values (h, j, …), and logits (h, i, j, …)
 
 
+@final
+@dataclass(frozen=True)
+class SettledHeads:
+    """Suprema at one scale, (h, i, j): of ℓ to first order, of its rest, of b and its rest, of t, and θ of Lemma 5."""
+
+    radius: float
+    rests: Four
+    logit: Tensor
+    rest_l: Tensor
+    most_b: Tensor
+    rest_b: Tensor
+    tau: Tensor
+    beyond: Tensor
+
+
 def at_rows(parts: Four, rows: Tensor) -> Four:
     """The queries and logits of some rows."""
     q, k, v, logits = parts

@@ -18,9 +18,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms.covered import Covered, Four, Softened, at_rows, narrow
+from holdfast.compositions.forms.covered import Covered, Four, SettledHeads, Softened, at_rows, narrow
 from holdfast.compositions.forms.local import Problem, Size
 from holdfast.compositions.forms.suprema import QuadraticSums, Squares, length, shared, together, worth
+from holdfast.linalg.directions import Directions
 from holdfast.linalg.squarings import gram_norm, thin_gram_norm
 
 _SMALL = 1e-100
@@ -54,7 +55,7 @@ class HeadRows:
     def __init__(
         self, soft: Softened, rows: Four, first: Four, whole: HeadRows | None = None, chosen: Tensor | None = None
     ) -> None:
-        self._soft, self._first, self._whole, self._chosen = soft, first, whole, chosen
+        self.soft, self._first, self._whole, self._chosen = soft, first, whole, chosen
         self._Q, self._K, self._V, self._L = self.rows = rows
         self._second: dict[tuple[int, int], Tensor] = {}
         if whole is None:
@@ -74,7 +75,7 @@ class HeadRows:
 
     def at(self, chosen: Tensor) -> HeadRows:
         """The same for some of the rows."""
-        return HeadRows(self._soft.at(chosen), at_rows(self.rows, chosen), at_rows(self._first, chosen), self, chosen)
+        return HeadRows(self.soft.at(chosen), at_rows(self.rows, chosen), at_rows(self._first, chosen), self, chosen)
 
     def of_rows(self, parts: Four) -> Four:
         """Of numbers of all rows' functions those of these rows."""
@@ -82,7 +83,7 @@ class HeadRows:
 
     def _measure(self) -> None:
         """Lengths, norms and inner products of centred keys and values, from those of keys and values."""
-        p, seen, theta = self._soft.p, self._soft.seen, self._soft.theta
+        p, seen, theta = self.soft.p, self.soft.seen, self.soft.theta
         h, count, n, _ = self._L.shape
         k = self._Q.shape[2]
         largest_k, largest_v = length(self._K, 2).amax(), length(self._V, 2).amax()
@@ -119,7 +120,7 @@ class HeadRows:
 
     def centred_keys(self, i: int) -> Tensor:
         """(h, j, k, p) the rows of keys less their mean, as row i sees them."""
-        p, seen = self._soft.p[:, i], self._soft.seen[:, i]
+        p, seen = self.soft.p[:, i], self.soft.seen[:, i]
         return (self._K - torch.einsum("hj,hjkp->hkp", p, self._K).unsqueeze(1)) * seen[..., None, None]
 
     def _all_centred(self) -> Tensor:
@@ -147,7 +148,7 @@ class HeadRows:
     def _bilinear(self) -> tuple[QuadraticSums, QuadraticSums, QuadraticSums]:
         """Inner products of the parts of Q₂ as quadratic forms: of p g for E[b g] and ½E[ℓ²g], and of m for E[ℓ n]."""
         h, rows, n, _ = self._L.shape
-        k, p = self._Q.shape[2], self._soft.p
+        k, p = self._Q.shape[2], self.soft.p
         if self._whole is not None and self._chosen is not None:
             crossed, squared, carried = self._whole._bilinear
             places = torch.arange(h * self._whole._L.shape[1]).reshape(h, -1)[:, self._chosen].flatten().unsqueeze(-1)
@@ -184,7 +185,7 @@ class HeadRows:
 
     def cover(self, m: Tensor, size: Tensor) -> Covered:
         """What does not depend on the scale, for covectors m (S, h, i, k) with lengths of at most `size` (S, i)."""
-        p, seen, theta, value = self._soft.p, self._soft.seen, self._soft.theta, self._soft.value
+        p, seen, theta, value = self.soft.p, self.soft.seen, self.soft.theta, self.soft.value
         wide = size[:, None, :, None]
         g = self._gaps(m)
         most_g = (g.abs() + 8 * theta * wide * value) * seen
@@ -202,7 +203,7 @@ class HeadRows:
 
     def _gaps(self, m: Tensor) -> Tensor:
         """The numbers g (S, h, i, j)."""
-        gaps: Tensor = torch.einsum("shik,hijk->shij", m, self._soft.spread)
+        gaps: Tensor = torch.einsum("shik,hijk->shij", m, self.soft.spread)
         return gaps
 
     def bent(self, covered: Covered, index: Tensor) -> Tensor:
@@ -212,7 +213,7 @@ class HeadRows:
             if len(part):
                 m = covered.m[part]
                 crossed, squared, carried = self._bilinear
-                pg = (self._soft.p * self._gaps(m)).flatten(1)
+                pg = (self.soft.p * self._gaps(m)).flatten(1)
                 most = crossed.most(pg) + squared.most(pg) + carried.most(m.flatten(1)) + covered.error[part]
                 covered.bent[part] = most * (1 + 1e-9)
         if len(unknown) and self._L.shape[-1] <= _SPECTRAL:
@@ -234,32 +235,48 @@ class HeadRows:
         """(h, i) Q₂ on absolute values, for ‖m‖ = 1."""
         q, k, v = (length(x, 2) for x in (self._Q, self._K, self._V))
         keys, logits = k.amax(-1, keepdim=True), self._logit_length.amax(-1)
-        size: Tensor = self._soft.value * (2 * q * keys + logits.square()) + logits * v.amax(-1, keepdim=True)
+        size: Tensor = self.soft.value * (2 * q * keys + logits.square()) + logits * v.amax(-1, keepdim=True)
         return size
 
     def pair(self, covered: Covered, index: Tensor, chosen: Tensor, parts: Four) -> tuple[Tensor, Tensor]:
         """Q₂ = Σ_r left_r right_r for the chosen rows: (R, w) for the whole batch and (S, R, w)."""
         Q, K, V, L = parts
         m = covered.m[index][:, :, chosen]
-        p, spread = self._soft.p[:, chosen], self._soft.spread[:, chosen]
+        p, spread = self.soft.p[:, chosen], self.soft.spread[:, chosen]
         g = torch.einsum("shik,hijk->shij", m, spread)
         left = torch.cat([Q[:, chosen].flatten(0, 2), L[:, chosen].flatten(0, 2)])
         keys = torch.einsum("shij,hjkp->shikp", p * g, K).flatten(1, 3)
         values = torch.einsum("shik,hjkp->shijp", m, V) + g.unsqueeze(-1) * L[:, chosen] / 2
         return left, torch.cat([keys, (p.unsqueeze(-1) * values).flatten(1, 3)], 1)
 
+    def second_order_of(self, i: int, directions: Directions) -> Tensor:
+        """(h, k, pairs) Q₂ of every coordinate of the heads' outputs at row i."""
+        first, second = directions.first, directions.second
+        p, L = self.soft.p[:, i], self._L[:, i]
+        bent = torch.einsum("hkp,hjkq->hjpq", self._Q[:, i], self._K)
+        forms = (bent[..., first, second] + bent[..., second, first] + L[..., first] * L[..., second]) / 2
+        carried = torch.einsum("hjp,hjkq->hkpq", p.unsqueeze(-1) * L, self._V)
+        weights = (p.unsqueeze(-1) * self.soft.spread[:, i]).mT  # (h, k, j)
+        return weights @ forms + (carried[..., first, second] + carried[..., second, first]) / 2
+
     def turning_size(self, covered: Covered, index: Tensor, size: float) -> Tensor:
         """(S) a bound of the turning on absolute values, for rounding."""
         q, k, v, logits = (float(length(x.reshape(-1, x.shape[-1]), 2)) for x in self.rows)
-        return covered.size[index].sum(-1) * size * (self._soft.value * (q + k + logits) + v + logits)
+        return covered.size[index].sum(-1) * size * (self.soft.value * (q + k + logits) + v + logits)
 
     # -- at a scale
+
+    @property
+    def settled(self) -> SettledHeads:
+        """What is known at the last scale."""
+        suprema = self._logit, self._rest_l, self._most_b, self._rest_b, self._tau, self._beyond
+        return SettledHeads(self._size.radius, self._rests, *suprema)
 
     def settle(self, size: Size, rests: Four, tiny: Four, bending: Tensor | None) -> Tensor:
         """Takes notice of the scale and of rests; (h, i) bounds of how far a head's rows move."""
         self._size, self._rests, self._tiny = size, rests, tiny
         q, k, v, logits = rests
-        p, seen, r = self._soft.most, self._soft.seen, size.radius
+        p, seen, r = self.soft.most, self.soft.seen, size.radius
         self._rest_l = logits * seen
         first = [x * size.scale for x in self._first]
         rest_q = torch.linalg.vector_norm(q, dim=-1)
@@ -287,13 +304,13 @@ class HeadRows:
         self._beyond = torch.where(tau < 0.1, series, torch.minimum(series, quotient)) * (1 + 1e-10)
         most_v = torch.linalg.vector_norm(first[2] + v, dim=-1).amax()  # over heads and tokens
         # Every head's row moves by E[Δv] + N/(1 + E[α]) with ‖N‖ <= E[|t| + α] · 2 max‖v + Δv‖, or from mean to mean.
-        value = self._soft.value
+        value = self.soft.value
         turned = (p * (self._tau + (1 + self._beyond) / 2 * self._tau.square())).sum(-1) * 2 * (value + most_v)
         moved: Tensor = torch.minimum(turned, torch.full_like(turned, 2 * value)) + most_v
         return moved
 
-    def range(self, covered: Covered, enough: Tensor | None) -> Tensor:
-        """(S) bounds of |⟨m, e⟩| for covectors that do not vary."""
+    def range(self, covered: Covered, enough: Tensor | None, bent: bool) -> Tensor:
+        """(S) bounds of |⟨m, e⟩| for covectors that do not vary, with or without Q₂."""
         r, one = self._size.radius, covered.some(slice(None))
         on_l, on_b = self._weights(one)
         spread = on_l * (1 + self._rest_l / self._logit.clamp(min=_SMALL))
@@ -303,21 +320,24 @@ class HeadRows:
             weights = torch.cat([spread[large].flatten(1), on_q.flatten(1), on_k.flatten(1)], 1)
             suprema = torch.cat([x.flatten() for x in (self._logit, self._query, self._key)])
             form[large] = torch.minimum(form[large], self._joint.most(weights, r, suprema) + number)
-        second = self._term_by_term(one)
-        large = worth(second, enough)
-        if len(large):
-            second[large] = torch.minimum(second[large], self.bent(covered, large) * (r * r))
-        return (second + form + self._numbers(one, on_l)) * (1 + 1e-9)
+        most = form + self._numbers(one, on_l)
+        if bent:
+            second = self._term_by_term(one)
+            large = worth(second, enough)
+            if len(large):
+                second[large] = torch.minimum(second[large], self.bent(covered, large) * (r * r))
+            most = most + second
+        return most * (1 + 1e-9)
 
     def _term_by_term(self, one: Covered) -> Tensor:
         """(S) bounds of |Q₂|, which norms may make smaller."""
-        r, p = self._size.radius, self._soft.most
+        r, p = self._size.radius, self.soft.most
         by_g, by_n = p * (self._first_b + self._logit.square() / 2), p * self._logit * r
         return ((by_g * one.most_g + by_n * one.n).sum((1, 2, 3)) + one.error * (r * r)) * (1 + 1e-9)
 
     def _weights(self, one: Covered) -> tuple[Tensor, Tensor]:
         """Weights of the rest on ℓ_j² and on |b_j|, (S, h, i, j)."""
-        p, seen, g, r = self._soft.most, self._soft.seen, one.most_g, self._size.radius
+        p, seen, g, r = self.soft.most, self.soft.seen, one.most_g, self._size.radius
         beyond, b, linear, tau = self._beyond, self._most_b, self._most_l, self._tau
         rest = torch.einsum("shik,hjk->shij", one.m.abs(), self._rests[2])
         n = (r * one.n + rest + (p * rest).sum(-1, keepdim=True)) * seen
@@ -334,19 +354,22 @@ class HeadRows:
         """(S) what the rests of first-order functions do to Q₂ and to ℓ²; with products of both, unless they turn."""
         if not any(bool((x != 0).any()) for x in self._rests):
             return torch.zeros(len(on_l), dtype=torch.float64)
-        p, g, seen = self._soft.most, one.most_g, self._soft.seen
+        own = (on_l * self._rest_l * (self._rest_l + self._logit)).sum((1, 2, 3))
+        return (own + self.crossed(one, self._tiny if one.turned else self._rests)) * (1 + 1e-9)
+
+    def crossed(self, one: Covered, rests: Four) -> Tensor:
+        """(S) what Q₂ makes of all rests among each other, and of products of first order and these rests."""
+        p, g, seen = self.soft.most, one.most_g, self.soft.seen
         rest_q, rest_k, rest_v, _ = self._rests
         beside_v = torch.einsum("shik,hjk->shij", one.m.abs(), rest_v) * seen
         beside_k = torch.einsum("shij,hjk->shik", p * g, rest_k)
         own = (rest_q * beside_k).sum((1, 2, 3))
         own = own + (p * self._rest_l * (beside_v + g * self._rest_l / 2)).sum((1, 2, 3))
-        own = own + (on_l * self._rest_l * (self._rest_l + self._logit)).sum((1, 2, 3))
-        crossed = self._products(one, self._tiny if one.turned else self._rests)
-        return (own + self._size.radius * crossed) * (1 + 1e-9)
+        return (own + self._size.radius * self._products(one, rests)) * (1 + 1e-9)
 
     def _products(self, one: Covered, rests: Four) -> Tensor:
         """(S) the products of first order and these rests in Q₂, for radius 1."""
-        p, g, seen = self._soft.most, one.most_g, self._soft.seen
+        p, g, seen = self.soft.most, one.most_g, self.soft.seen
         q, k, v, logits = rests
         by_q, by_k, by_v, by_l = self._together
         rest_v = torch.einsum("shik,hjk->shij", one.m.abs(), v) * seen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,14 @@ import torch
 from torch import Tensor
 
 from holdfast.compositions.forms.region import Region
+from holdfast.linalg.directions import Directions
 
 if TYPE_CHECKING:
     from holdfast.compositions.forms.softmax import Softmax
+    from holdfast.compositions.forms.third import Triples
+
+#: Of triples of directions, what a third order is there.
+Twist = Callable[["Triples"], Tensor]
 
 LONGEST = 2**14  # terms of an inner product
 THETA = 2.0**-37  # of absolute values: more than the rounding of a few nested inner products of that length
@@ -165,6 +171,11 @@ class Local(ABC):
         """The softmax attention that this is, or holds."""
         return None
 
+    @property
+    def smooth(self) -> bool:
+        """Whether f has a second and a third order."""
+        return True
+
     def touched(self, tokens: Tensor) -> Tensor:
         """The tokens of the input on which the functions that `covectors` names depend."""
         return tokens
@@ -172,6 +183,30 @@ class Local(ABC):
     @abstractmethod
     def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
         """Aᵀ applied to covectors (K, n, c) at the output, and (K) bounds of what rounding did to them."""
+
+    @abstractmethod
+    def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
+        """A applied to (K, n, d) at the input, and (K) bounds of what rounding did to them."""
+
+    @abstractmethod
+    def second_order(self, directions: Directions) -> tuple[Tensor, float]:
+        """The second order of f at first order, as a symmetric form q[b, b] (pairs, n, c), where tokens matter.
+
+        The number is a bound of what rounding did to it, for ‖b‖ <= 1.
+        """
+
+    @abstractmethod
+    def functions(self, T: Tensor) -> Tensor:
+        """The functions that `covectors` has named, of (m, n, d), as (K, m)."""
+
+    @abstractmethod
+    def third_order(self, second: Tensor, size: float, directions: Directions) -> tuple[Twist, float]:
+        """The third order of f, from first order and `second` (K, pairs), the second order of its functions.
+
+        `Twist` gives three times the symmetric coefficients of some triples, (triples, n, c), where tokens matter. The
+        number is a bound of what rounding did to the third order for ‖b‖ <= 1, where `size` bounds the length of every
+        function's second order.
+        """
 
     @abstractmethod
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,19 +224,22 @@ class Local(ABC):
         """What does not depend on the scale, for covectors (S, n, c) at the output."""
 
     @abstractmethod
-    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float) -> float:
+    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float, third: Tensor | None) -> float:
         """Takes notice of the scale and of what the functions have beyond first order, between -low and high.
 
-        Of that, at most `tiny` is rounding, and not the rest of an earlier place.
+        Of that, at most `tiny` is rounding, and not the rest of an earlier place; and at most `third` is beyond their
+        known second order, where there is one.
 
         Returns a bound of ‖f(ũ + δ) - f(ũ)‖ over the tokens that matter, given ‖δ‖ <= moved.
         """
 
     @abstractmethod
     def range(
-        self, prepared: Any | None, varying: Tensor | None, enough: Tensor | None = None
+        self, prepared: Any | None, varying: Tensor | None, enough: Tensor | None = None, *, bent: bool = True
     ) -> tuple[Tensor, Tensor]:
         """(S), (S): -low <= ⟨μ, e⟩ <= high on the region, for every covector of a batch; None stands for zeros.
+
+        Unless `bent`, the same without the second order of e, and where `third` was given without its third order.
 
         Where covectors vary with G, `varying` (S, M) bounds by how much, for the M numbers that `seen` gives of each.
         Bounds below `enough` (S) need not be sharper.

@@ -68,6 +68,7 @@ class _Settled:
     tiny: Tensor
     lost: Tensor
     minorants: dict[int, Minorant]
+    orders: tuple[Tensor, Tensor, Tensor] | None = None  # bounds of second and third order, and of what is beyond
 
 
 @final
@@ -147,6 +148,9 @@ class Margins:
         """Every local learns of the scale; then what the margins lose."""
         moved, radius = self._moved(scale), Size.of(self.region, scale).radius
         tiny = (self._margins.tiny(scale, moved[:-1]) + self.walk.row_error * moved[-1]) * (1 + 1e-12)
+        if self._batches.expanded:
+            orders = self._batches.at_end(radius)
+            return _Settled(radius, tiny, tiny + sum(orders), {}, orders)
         return _Settled(radius, tiny, tiny + self._batches.ranges([self._batches.ends], radius)[0], {})
 
     def _moved(self, scale: float) -> Tensor:
@@ -181,12 +185,13 @@ class Margins:
         tiny = (functions.tiny(size.scale, moved[:-1]) + error * moved[i]) * (1 + 1e-12)
         batches, local = self._batches, self.walk.local(i)
         enough = (_SLIGHT * size.scale if self._sharp else math.inf) * batches.suprema[i].clamp(min=1e-300)
-        below, above = batches.ranges(batches.of[i], size.radius, enough)
+        below, above, third = batches.beyond(i, size.radius, enough)
         self.beyond[i] = low, high = (tiny + below) * (1 + 1e-10), (tiny + above) * (1 + 1e-10)
         attention = local.attention
         if attention is not None and i in batches.bends:
             attention.bending = batches.ranges(batches.bends[i], size.radius)[0]
-        moves = local.settle(size, low, high, tiny, float(moved[i]))
+        third = None if third is None else (third + tiny) * (1 + 1e-10)
+        moves = local.settle(size, low, high, tiny, float(moved[i]), third)
         if attention is not None and i in batches.outputs:
             attention.output_rests = batches.ranges(batches.outputs[i], size.radius)[0]
         return moves
@@ -218,12 +223,29 @@ class Margins:
             value = float(self.walk.margins[s])
             problem = Problem.of(value, self._margins.X[s], _TRIFLE * max(value, 0.0) / max(1, len(self.functions)))
             problem.lose("rounding", float(settled.tiny[s]))
-            ends = self._batches.ends
-            for i, prepared in ends.prepared.items():
-                varying = ends.turning[i][s] * settled.radius if i in ends.turning else None
-                self.walk.local(i).take(prepared, s, problem, varying)
+            if settled.orders is None:
+                self._take(problem, s, settled.radius)
+            else:
+                self._expand(problem, s, settled)
             settled.minorants[s] = Minorant(problem, self.region)
         return settled.minorants[s]
+
+    def _take(self, problem: Problem, s: int, radius: float) -> None:
+        """What every place says of a margin."""
+        ends = self._batches.ends
+        for i, prepared in ends.prepared.items():
+            varying = ends.turning[i][s] * radius if i in ends.turning else None
+            self.walk.local(i).take(prepared, s, problem, varying)
+
+    def _expand(self, problem: Problem, s: int, settled: _Settled) -> None:
+        """The exact second order of a margin, and numbers for the third and for all that is beyond."""
+        jets = self._batches.jets
+        assert jets is not None and settled.orders is not None
+        _, third, beyond = (float(part[s]) for part in settled.orders)
+        problem.add("second order", jets.forms[s], float(jets.unsure[s]))
+        problem.lose("third order", third)
+        problem.lose("carried rests", beyond)
+        problem.lose("rounding", float(self._batches.unsure(settled.radius)[s]))
 
     # -- the largest scale
 

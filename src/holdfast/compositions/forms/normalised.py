@@ -18,11 +18,13 @@ from typing import final
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms.local import THETA, Local, Problem, Size
+from holdfast.compositions.forms.local import THETA, Local, Problem, Size, Twist
 from holdfast.compositions.forms.suprema import QuadraticSums, Squares, worth
+from holdfast.compositions.forms.third import Triples
 from holdfast.compositions.forms.units import spread
 from holdfast.layers.norm.piece import Normalisation
 from holdfast.linalg import Ball
+from holdfast.linalg.directions import Directions
 from holdfast.linalg.rounding import frobenius_upper
 from holdfast.linalg.squarings import thin_gram_norm
 
@@ -68,6 +70,7 @@ class Normalised(Local):
         relative = float(frobenius_upper(n.rad, (-1,)).amax()) + float((c.rad / c.mid).amax())
         self._theta = THETA + 16 * relative  # the scale is within 4 units in the last place
         self._largest = float(self._scale.abs().amax()) * (1 + 1e-12)
+        self._pull_size = 4 * self._largest * float(self._c.amax())  # the derivative's norm on absolute values
 
     @property
     def scalars(self) -> int:
@@ -86,8 +89,49 @@ class Normalised(Local):
         return len(self._tokens) * self.u.shape[-1]
 
     def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
-        size = 4 * self._largest * float(self._c.amax())  # its norm on absolute values
-        return self._piece.pull(self.u, C), frobenius_upper(C) * (8 * self._theta * size)
+        return self._piece.pull(self.u, C), frobenius_upper(C) * (8 * self._theta * self._pull_size)
+
+    def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
+        return self._piece.push(self.u, T), frobenius_upper(T) * (8 * self._theta * self._pull_size)
+
+    def second_order(self, directions: Directions) -> tuple[Tensor, float]:
+        """Scale ⊙ (½n(3a² - b) - a w), token by token."""
+        first, second = directions.first, directions.second
+        out = torch.zeros(len(first), *self.u.shape, dtype=torch.float64)
+        for token, W, A in zip(self._tokens.tolist(), self._W, self._A, strict=True):
+            along = (3 * A.unsqueeze(-1) * A - W.mT @ W)[first, second] / 2
+            turned = (W[:, first] * A[second] + W[:, second] * A[first]) / 2
+            out[:, token] = ((self._n[token].unsqueeze(-1) * along - turned) * self._scale.unsqueeze(-1)).mT
+        size = float(torch.linalg.vector_norm(self._second_size())) * self._largest
+        return out, 16 * self._theta * size * (1 + 1e-9)
+
+    def functions(self, T: Tensor) -> Tensor:
+        w = (self._piece.centred(T) * self._c)[:, self._tokens]
+        return torch.cat([w.flatten(1), (w * self._n[self._tokens]).sum(-1)], 1).mT
+
+    def third_order(self, second: Tensor, size: float, directions: Directions) -> tuple[Twist, float]:
+        (W, A), (W2, A2) = (self._W, self._A), self._split(second)
+        first, other = directions.first, directions.second
+        squares = torch.einsum("icp,icq->ipq", W, W)[:, first, other]
+        along = A[:, first] * A[:, other]
+        on_n = 3 * A2 + 1.5 * squares - 2.5 * along
+        on_w = 1.5 * along - squares / 2 - A2
+        n = self._n[self._tokens]
+
+        def at(t: Triples) -> Tensor:
+            beside = t.qs[: W.shape[-1] - t.q]
+            dots = torch.einsum("ic,icm->im", W[..., t.q], W2[..., t.rs])
+            dots += t.symmetric(torch.einsum("icr,ics->irs", W[..., t.q :], W2[..., beside]))
+            new = n.unsqueeze(-1) * (t.added(A, on_n) - dots).unsqueeze(1)
+            new -= t.added(A.unsqueeze(1), W2)
+            new += t.added(W, on_w.unsqueeze(1))
+            out = torch.zeros(len(t.r), *self.u.shape, dtype=torch.float64)
+            out[:, self._tokens] = new.permute(2, 0, 1) * self._scale
+            return out
+
+        lengths, d = self._length, self.u.shape[-1]
+        total = torch.linalg.vector_norm(8 * lengths * (lengths.square() + d**0.5 * size))
+        return at, 16 * self._theta * self._largest * float(total) * (1 + 1e-9)
 
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The coordinates of w and then a, of every token."""
@@ -183,8 +227,8 @@ class Normalised(Local):
         size: Tensor = self._length.square() / 2 + 1.5 * self._lengths.square() + self._lengths * self._length
         return size
 
-    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float) -> float:
-        self._size = size
+    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float, third: Tensor | None) -> float:
+        self._size, self._third = size, None if third is None else self._split(third)
         self._rest_w, self._rest_a = self._split(torch.maximum(low, high))
         first_w, first_a = (x * size.scale for x in self._first)
         self._rest = torch.linalg.vector_norm(self._rest_w, dim=-1) * (1 + 1e-12)
@@ -223,6 +267,27 @@ class Normalised(Local):
         on_b, on_a = on_b * (1 + eta_w) + along / 2 * eta_w, on_a * (1 + eta_a) + 1.5 * along * eta_a
         return on_b * (1 + 1e-9), on_a * (1 + 1e-9), number.sum(-1) * (1 + 1e-9)
 
+    def _beyond_third(self, one: Tokens, third: tuple[Tensor, Tensor]) -> Tensor:
+        """(S) bounds of what is beyond third order, where the functions' rests from there on are `third`."""
+        t, m0, v = one.tokens, one.most_along, self._size.radius * one.v
+        w, a, rest, rest_a = self._w[t], self._a[t], self._rest[t], self._rest_a[t]
+        third_w, third_a = (x[t] for x in third)
+        m = one.m.abs() * (1 + _NARROW) + 1e-37
+        rest_v, third_v = ((m * x).sum(-1) * (1 + 1e-12) for x in (self._rest_w[t], third_w))
+        norm = torch.linalg.vector_norm(third_w, dim=-1)
+        all_a, b, all_v = a + rest_a, (w + rest).square(), v + rest_v
+        bent_w, bent_a = rest * (2 * w + rest), rest_a * (2 * a + rest_a)  # of b and a²
+        # Q₂, the terms of third degree, and all others
+        most = m0 / 2 * (3 * (2 * a * third_a + rest_a.square()) + 2 * w * norm + rest.square())
+        most = most + a * third_v + third_a * v + rest_a * rest_v
+        most = most + m0 * (1.5 * (rest_a * b + a * bent_w) + 7.5 * all_a.square() * rest_a)
+        most = most + all_v * (1.5 * bent_a + bent_w / 2) + rest_v * (1.5 * a.square() + w.square() / 2)
+        x, left = 2 * all_a + b, torch.where(all_a < 1, 1 - all_a, 0.0) * (1 - 1e-12)
+        cube = 12 * all_a.square() * b + 6 * all_a * b.square() + b**3
+        most = most + m0 * (0.375 * b.square() + 5 / 16 * cube + 35 / 128 * x**4 / left**9)
+        most = most + all_v * (1.5 * all_a * b + 0.375 * b.square() + 5 / 16 * x**3 / left**7)
+        return most.sum(-1) * (1 + 1e-9)
+
     def _term_by_term(self, one: Tokens) -> Tensor:
         """(S) bounds of |Q₂|, which norms may make smaller."""
         r, w, a = self._size.radius, self._w[one.tokens], self._a[one.tokens]
@@ -230,19 +295,24 @@ class Normalised(Local):
         return (second + self._unsure(one) * (r * r)) * (1 + 1e-9)
 
     def range(
-        self, prepared: Tokens | None, varying: Tensor | None, enough: Tensor | None = None
+        self, prepared: Tokens | None, varying: Tensor | None, enough: Tensor | None = None, *, bent: bool = True
     ) -> tuple[Tensor, Tensor]:
         most = torch.zeros((), dtype=torch.float64) if varying is None else varying @ self._output_rests
         if prepared is not None:
             one, r = prepared.some(slice(None)), self._size.radius
+            if not bent and self._third is not None:
+                most = most + self._beyond_third(one, self._third)
+                return most * (1 + 1e-9), most * (1 + 1e-9)
             on_b, on_a, number = self._weights(one)
             weights = self._everywhere(one.tokens, on_b, on_a)
             form = self._squares.most(weights, r, torch.cat([self._w, self._a]), enough)
-            second = self._term_by_term(one)
-            large = worth(second, enough)
-            if len(large):
-                second[large] = torch.minimum(second[large], self._bent(prepared, large) * (r * r))
-            most = most + second + form + number
+            most = most + form + number
+            if bent:
+                second = self._term_by_term(one)
+                large = worth(second, enough)
+                if len(large):
+                    second[large] = torch.minimum(second[large], self._bent(prepared, large) * (r * r))
+                most = most + second
         return most * (1 + 1e-9), most * (1 + 1e-9)
 
     def take(self, prepared: Tokens, s: int, problem: Problem, varying: Tensor | None) -> None:

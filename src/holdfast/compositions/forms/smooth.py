@@ -15,15 +15,18 @@ from typing import final
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms.local import THETA, Local, Problem, Size
+from holdfast.compositions.forms.local import THETA, Local, Problem, Size, Twist
 from holdfast.compositions.forms.suprema import QuadraticSums, worth
+from holdfast.compositions.forms.third import Triples
 from holdfast.compositions.forms.units import Wiring, Written, spread
 from holdfast.layers.activation.base import SmoothActivation
 from holdfast.linalg import Ball
+from holdfast.linalg.directions import Directions
 from holdfast.linalg.rounding import down, up
 
 _TOGETHER = 1024  # units whose second orders may cancel in a scalar; those of one token always do
 _SMALL = 1e-100
+_CHUNK = 2**22
 _NARROW, _TINY = 2.0**-23, 1e-37  # what float32 takes of a number, relative and absolute
 
 
@@ -73,11 +76,47 @@ class SmoothUnits(Local):
     def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
         return self._wiring.pull(C, self._slopes)
 
+    def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
+        return self._wiring.push(T, self._slopes)
+
+    def second_order(self, directions: Directions) -> tuple[Tensor, float]:
+        n, units = self._t.mid.shape
+        x, bend = (part.reshape(-1, units, *part.shape[1:]) for part in (self._x, self._bend))
+        out = []
+        for some in torch.split(torch.arange(len(directions.first)), max(1, _CHUNK // (n * units))):
+            first, second = directions.first[some], directions.second[some]
+            squares = torch.zeros(len(some), n, units, dtype=torch.float64)
+            squares[:, self._tokens] = (x[..., first] * x[..., second] * (bend / 2).unsqueeze(-1)).movedim(-1, 0)
+            out.append(self._wiring.write(squares))
+        sizes = bend.abs() / 2 * self._lengths.square().reshape(-1, units) @ self._wiring.lengths()
+        return torch.cat(out), 32 * THETA * float(torch.linalg.vector_norm(sizes))
+
+    def functions(self, T: Tensor) -> Tensor:
+        return (T[:, self._tokens] @ self._wiring.read().mT).flatten(1).mT
+
+    def third_order(self, second: Tensor, size: float, directions: Directions) -> tuple[Twist, float]:
+        (n, units), x = self._t.mid.shape, self._x
+        bend, turn = self._bend.unsqueeze(-1), self._turn.unsqueeze(-1)
+
+        def at(t: Triples) -> Tensor:
+            new = t.added(x, second) * bend + turn / 2 * (x[:, t.q, None] * x[:, t.r] * x[:, t.s])
+            out = torch.zeros(len(t.r), n, units, dtype=torch.float64)
+            out[:, self._tokens] = new.mT.reshape(len(t.r), -1, units)
+            return self._wiring.write(out)
+
+        lengths = self._lengths.reshape(-1, units)
+        sizes = self._bend.abs().reshape(-1, units) * size + self._turn.abs().reshape(-1, units) * lengths.square()
+        total = torch.linalg.vector_norm((sizes * lengths) @ self._wiring.lengths())
+        return at, 32 * THETA * float(total)
+
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         self._tokens = tokens
         t = self._t[tokens].reshape(-1)
         self._low, self._high = t.lower, t.upper
         self._bend = self._phi.derivative(2, Ball.exact(t.mid)).mid  # any number does: Δ is measured from it
+        self._turn = self._phi.derivative(3, Ball.exact(t.mid)).mid
+        own = self._phi.derivative(2, t)
+        self._unsure = up((own.mid - self._bend).abs() + own.rad)  # of the second derivative at t
         C = spread(self._wiring.read(), tokens, len(self.u))
         return C, torch.zeros(len(C), dtype=torch.float64)
 
@@ -113,7 +152,7 @@ class SmoothUnits(Local):
         """Of numbers of all units those at some of their tokens."""
         return x.reshape(-1, self._units)[tokens].flatten()
 
-    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float) -> float:
+    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float, third: Tensor | None) -> float:
         self._size = size
         self._rho = rho = self._first * size.scale * (1 + 1e-12)
         rest = torch.maximum(low, high)
@@ -128,23 +167,33 @@ class SmoothUnits(Local):
         self._form = (drift * (1 + eta) + bend * eta) / 2 * (1 + 1e-12)
         self._number = (drift + bend) / 2 * (rest.square() + rho * rest) * (1 + 1e-12)
         self._third = (self._form * rho.square() + self._number) * (1 + 1e-12)
+        self._left = self._third
+        if third is not None:
+            turned = self._phi.range(3, low, high)
+            drift = up(torch.maximum(turned.high - self._turn, self._turn - turned.low)).clamp(min=0.0)
+            left = bend * (rho * third + rest.square() / 2) + self._unsure / 2 * reach.square()
+            left = left + self._turn.abs() / 2 * reach.square() * rest  # |h³ - (x·b)³| <= 3h²|r|
+            self._left = (left + drift / 6 * reach**3) * (1 + 1e-12)
         slopes = self._phi.range(1, low, high).magnitude
         return self._wiring.grown(moved, float(torch.linalg.vector_norm(slopes * reach))) * (1 + 1e-10)
 
     def range(
-        self, prepared: Bends | None, varying: Tensor | None, enough: Tensor | None = None
+        self, prepared: Bends | None, varying: Tensor | None, enough: Tensor | None = None, *, bent: bool = True
     ) -> tuple[Tensor, Tensor]:
         beyond = torch.zeros((), dtype=torch.float64) if varying is None else varying @ self._steep
         if prepared is None:
             return beyond * (1 + 1e-10), beyond * (1 + 1e-10)
         c, tokens = prepared.written.c.double(), prepared.tokens
         third, steep, second, sign = (
-            self._among(x, tokens) for x in (self._third, self._steep, self._second, self._bend.sign())
+            self._among(x, tokens)
+            for x in (self._third if bent else self._left, self._steep, self._second, self._bend.sign())
         )
         narrow = _NARROW * (c.abs() @ steep) + _TINY * steep.sum()
         beyond = beyond + c.abs() @ third + prepared.written.lost(steep) + narrow
-        bent = c * sign
-        low, high = (part.clamp(min=0.0) @ second for part in (-bent, bent))
+        if not bent:
+            return beyond * (1 + 1e-9), beyond * (1 + 1e-9)
+        turned = c * sign
+        low, high = (part.clamp(min=0.0) @ second for part in (-turned, turned))
         large = worth(torch.maximum(low, high), enough)
         unknown = large[prepared.norm[large].isnan()]
         for part in torch.split(unknown, _TOGETHER):

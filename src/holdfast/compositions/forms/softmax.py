@@ -12,10 +12,12 @@ from holdfast.attention.layer import project
 from holdfast.attention.rotary import Rotary
 from holdfast.compositions.forms.covered import Covered, Four, Softened, at_rows
 from holdfast.compositions.forms.heads import HeadRows
-from holdfast.compositions.forms.local import THETA, Local, Problem, Size
+from holdfast.compositions.forms.local import THETA, Local, Problem, Size, Twist
 from holdfast.compositions.forms.suprema import length
+from holdfast.compositions.forms.third import HeadTwists, Triples, beyond_third
 from holdfast.layers.attention.piece import Attention
 from holdfast.linalg import Ball
+from holdfast.linalg.directions import Directions
 from holdfast.linalg.rounding import frobenius_upper
 
 _MANY = 256  # logits, from which on covectors at one row are treated apart
@@ -86,11 +88,48 @@ class Softmax(Local):
         return torch.arange(len(self.u))
 
     def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
+        return self._at.pull(C.unsqueeze(1)).squeeze(1), frobenius_upper(C) * (8 * self._theta * self._pull_size())
+
+    def _pull_size(self) -> float:
+        """The norm of the derivative on absolute values: rows of p have norms of at most 1, centring at most doubles."""
         w_q, w_k, w_v = self._map_sizes()
         q, k = (float(length(x, 3)) for x in (self._q, self._k))
-        # The pull on absolute values: rows of p have norms of at most 1, centring at most doubles.
-        size = self._outer * (len(self.u) ** 0.5 * w_v + 2 * self._value * (k * w_q + q * w_k)) + abs(self._residual)
-        return self._at.pull(C.unsqueeze(1)).squeeze(1), frobenius_upper(C) * (8 * self._theta * size)
+        return self._outer * (len(self.u) ** 0.5 * w_v + 2 * self._value * (k * w_q + q * w_k)) + abs(self._residual)
+
+    def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
+        return self._at.push(T.unsqueeze(1)).squeeze(1), frobenius_upper(T) * (8 * self._theta * self._pull_size())
+
+    def second_order(self, directions: Directions) -> tuple[Tensor, float]:
+        heads = self._heads[None]
+        out = torch.zeros(len(directions.first), len(self.u), self._w_o.shape[-1], dtype=torch.float64)
+        for i, row in enumerate(self._rows.tolist()):
+            out[:, row] = torch.einsum("hkx,hkc->xc", heads.second_order_of(i, directions), self._w_o)
+        size = float(torch.linalg.vector_norm(heads.second_size().sum(0))) * self._outer
+        return out, 32 * self._theta * size * (1 + 1e-9)
+
+    def functions(self, T: Tensor) -> Tensor:
+        rows, p = self._rows, self._p[:, self._rows]
+        q = torch.einsum("mid,hidk->hikm", T[:, rows], self._w_q[:, rows])
+        k = torch.einsum("mjd,hjdk->hjkm", T, self._w_k)
+        v = torch.einsum("mjd,hdk->hjkm", T, self._w_v)
+        logits = torch.einsum("hikm,hjk->hijm", q, self._k) + torch.einsum("hik,hjkm->hijm", self._q[:, rows], k)
+        logits = logits - (p.unsqueeze(-1) * logits).sum(2, keepdim=True)
+        return torch.cat([part.transpose(0, 1).flatten(0, 2) for part in (q, k, v, logits)])
+
+    def third_order(self, second: Tensor, size: float, directions: Directions) -> tuple[Twist, float]:
+        heads = self._heads[None]
+        twists = HeadTwists(heads, self._split(second), directions)
+
+        def at(t: Triples) -> Tensor:
+            out = torch.zeros(len(t.r), len(self.u), self._w_o.shape[-1], dtype=torch.float64)
+            out[:, self._rows] = torch.einsum("hikm,hkc->mic", twists.at(t), self._w_o)
+            return out
+
+        q, k, v, logits = (float(length(x.reshape(-1, x.shape[-1]), 2)) for x in heads.rows)
+        many = size * second.shape[0] ** 0.5  # the length of all second orders together
+        on_g = (q + k) * many + logits * (many + 2 * q * k + logits**2)
+        total = self._value * on_g + 2 * (logits**2 + 2 * q * k + many) * v + logits * many
+        return at, 64 * self._theta * self._outer * total
 
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Queries of the rows, keys, values and centred logits."""
@@ -166,8 +205,9 @@ class Softmax(Local):
 
     # -- at a scale
 
-    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float) -> float:
+    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float, third: Tensor | None) -> float:
         rests, small = self._split(torch.maximum(low, high)), self._split(tiny)
+        self._third = None if third is None else self._split(third)
         whole = self._heads[None]
         bending = None if self.bending is None else self.bending.reshape(rests[3].shape)
         turned = whole.settle(size, rests, small, bending)
@@ -180,13 +220,16 @@ class Softmax(Local):
         return float((out + abs(self._residual) * moved) * (1 + 1e-9))
 
     def range(
-        self, prepared: AttentionRows | None, varying: Tensor | None, enough: Tensor | None = None
+        self, prepared: AttentionRows | None, varying: Tensor | None, enough: Tensor | None = None, *, bent: bool = True
     ) -> tuple[Tensor, Tensor]:
         most = torch.zeros((), dtype=torch.float64)
         if prepared is not None:
             most = torch.zeros(prepared.count, dtype=torch.float64)
             for index, heads, covered in prepared.parts:
-                most[index] = heads.range(covered, None if enough is None else enough[index])
+                if not bent and self._third is not None:
+                    most[index] = beyond_third(heads, covered.some(slice(None)), heads.of_rows(self._third))
+                else:
+                    most[index] = heads.range(covered, None if enough is None else enough[index], bent)
         if varying is not None:
             most = most + varying @ self.output_rests
         return most * (1 + 1e-9), most * (1 + 1e-9)

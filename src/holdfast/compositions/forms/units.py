@@ -41,6 +41,18 @@ class Wiring(ABC):
     def pull(self, C: Tensor, slopes: Ball) -> tuple[Tensor, Tensor]:
         """The transpose of S + O diag(slopes) R applied to covectors (K, n, c), for slopes (n, U); (K) its rounding."""
 
+    def push(self, T: Tensor, slopes: Ball) -> tuple[Tensor, Tensor]:
+        """S + O diag(slopes) R applied to (K, n, d), and its rounding; a symmetric one is its own transpose."""
+        return self.pull(T, slopes)
+
+    @abstractmethod
+    def write(self, values: Tensor) -> Tensor:
+        """O applied to (K, n, U), (K, n, c)."""
+
+    @abstractmethod
+    def lengths(self) -> Tensor:
+        """(U) bounds of how long what a unit writes is."""
+
     @abstractmethod
     def grown(self, moved: float, units: float) -> float:
         """A bound of how far the output moves, where the input moves by `moved` and the units' values by `units`."""
@@ -66,13 +78,28 @@ class Hidden(Wiring):
         return THETA * (1 + 1e-9) * frobenius_upper(self._piece.w2, (-1,))
 
     def pull(self, C: Tensor, slopes: Ball) -> tuple[Tensor, Tensor]:
-        piece, w1, w2 = self._piece, *(float(frobenius_upper(w)) for w in (self._piece.w1, self._piece.w2))
-        back = (C @ piece.w2.mT) * slopes.mid @ piece.w1.mT
-        if piece.residual:
-            back = back + C * piece.residual
+        back = (C @ self._piece.w2.mT) * slopes.mid @ self._piece.w1.mT
+        if self._piece.residual:
+            back = back + C * self._piece.residual
+        return back, frobenius_upper(C) * self._lost(slopes)
+
+    def push(self, T: Tensor, slopes: Ball) -> tuple[Tensor, Tensor]:
+        out = (T @ self._piece.w1) * slopes.mid @ self._piece.w2
+        if self._piece.residual:
+            out = out + T * self._piece.residual
+        return out, frobenius_upper(T) * self._lost(slopes)
+
+    def _lost(self, slopes: Ball) -> float:
+        """What rounding does to the derivative and to its transpose, in norm."""
+        w1, w2 = (float(frobenius_upper(w)) for w in (self._piece.w1, self._piece.w2))
         steep, unsure = float(slopes.mid.abs().max()), float(slopes.rad.max())
-        size = w1 * w2 * (4 * THETA * steep + unsure) + 4 * THETA * abs(piece.residual)
-        return back, frobenius_upper(C) * (size * (1 + 1e-9))
+        return (w1 * w2 * (4 * THETA * steep + unsure) + 4 * THETA * abs(self._piece.residual)) * (1 + 1e-9)
+
+    def write(self, values: Tensor) -> Tensor:
+        return values @ self._piece.w2
+
+    def lengths(self) -> Tensor:
+        return frobenius_upper(self._piece.w2, (-1,))
 
     def grown(self, moved: float, units: float) -> float:
         return float(frobenius_upper(self._piece.w2)) * units + abs(self._piece.residual) * moved
@@ -102,6 +129,14 @@ class Entries(Wiring):
         mid = C.clone()
         mid[..., self._active] = back.mid
         return mid, frobenius_upper(back.rad)
+
+    def write(self, values: Tensor) -> Tensor:
+        out = values.new_zeros(*values.shape[:-1], len(self._active))
+        out[..., self._active] = values
+        return out
+
+    def lengths(self) -> Tensor:
+        return torch.ones(int(self._active.sum()), dtype=torch.float64)
 
     def grown(self, moved: float, units: float) -> float:
         return units + moved
@@ -133,6 +168,12 @@ class SortedPairs(Wiring):
         first, second = both + apart, both - apart
         mids, rads = (first.mid, second.mid), (first.rad, second.rad)
         return torch.stack(mids, -1).flatten(-2), frobenius_upper(torch.stack(rads, -1).flatten(-2))
+
+    def write(self, values: Tensor) -> Tensor:
+        return torch.stack([values, -values], -1).flatten(-2) / 2
+
+    def lengths(self) -> Tensor:
+        return torch.ones(self._width // 2, dtype=torch.float64)
 
     def grown(self, moved: float, units: float) -> float:
         return moved  # sorting moves no two points apart

@@ -48,6 +48,7 @@ class Covectors:
     Attributes:
         X: (K, p) their first-order rows: the function is scale · X·a to first order.
         at: for every earlier place with a local, (K, n, d) the covectors at its output.
+        lengths: (K, places) bounds of the covectors' norms at the outputs of all places.
         still: (K) a bound of the part of tiny that does not depend on the scale.
         moving: (K, places) factors of the bounds of ‖δ‖ at the inputs of all places.
         drift: (K) a factor of the scale.
@@ -55,6 +56,7 @@ class Covectors:
 
     X: Float64[Tensor, "K p"]
     at: dict[int, Tensor]
+    lengths: Float64[Tensor, "K places"]
     still: Tensor
     moving: Float64[Tensor, "K places"]
     drift: Tensor
@@ -69,9 +71,9 @@ class Covectors:
     @classmethod
     def joined(cls, parts: Sequence[Covectors]) -> Covectors:
         """Those of all parts, without places."""
-        columns = ("X", "still", "moving", "drift")
-        X, still, moving, drift = (torch.cat([getattr(part, name) for part in parts]) for name in columns)
-        return cls(X, {}, still, moving, drift)
+        columns = ("X", "lengths", "still", "moving", "drift")
+        X, *others = (torch.cat([getattr(part, name) for part in parts]) for name in columns)
+        return cls(X, {}, *others)
 
     def tiny(self, scale: float, moved: Float64[Tensor, " places"]) -> Tensor:
         """(K) the bound of tiny, given those of ‖δ‖."""
@@ -158,7 +160,7 @@ class CentreWalk:
         C = covectors
         at: dict[int, Tensor] = {}
         still = torch.zeros(len(C), dtype=torch.float64)
-        moving = torch.zeros(len(C), len(self.places), dtype=torch.float64)
+        lengths, moving = torch.zeros(2, len(C), len(self.places), dtype=torch.float64)
         for members, skip, join in reversed(self.stages):
             if members[0] >= before:
                 continue
@@ -167,7 +169,8 @@ class CentreWalk:
                 still = still + frobenius_upper(C) * join
             for i in reversed([i for i in members if i < before]):
                 place = self.places[i]
-                still = still + frobenius_upper(C) * place.defect
+                lengths[:, i] = frobenius_upper(C)
+                still = still + lengths[:, i] * place.defect
                 if place.local is not None:
                     at[i] = C
                     C, moving[:, i] = place.local.pull(C)
@@ -180,4 +183,4 @@ class CentreWalk:
                 moving[:, members[0]] += frobenius_upper(C) * (2 * UNIT)  # the sum was rounded once
         still = still + frobenius_upper(C) * self.start_defect
         X, drift = region.reduced(C.flatten(1))
-        return Covectors(X, at, still, moving, drift)
+        return Covectors(X, at, lengths, still, moving, drift)

@@ -416,7 +416,9 @@ class LocalAttention(LocalExpansion):
         q0, k0, v0 = (torch.linalg.vector_norm(t, dim=-1).amax((-2, -1)) for t in (self._q, self._k, self._v))
         w_v, w_o = frobenius_upper(self._w_v), frobenius_upper(self._w_o)
         length = self.u.shape[-2] ** 0.5
-        size: Tensor = length * w_o * (self._heads_together * (q0 * self._size_k + k0 * self._size_q) * v0 + w_v) + abs(self._residual)
+        size: Tensor = length * w_o * (self._heads_together * (q0 * self._size_k + k0 * self._size_q) * v0 + w_v) + abs(
+            self._residual
+        )
         return size
 
 

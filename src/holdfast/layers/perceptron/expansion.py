@@ -21,6 +21,7 @@ from holdfast.linalg.graded import Graded
 from holdfast.linalg.rounding import down, frobenius_upper, up
 from holdfast.linalg.squarings import gram_norm, thin_gram_norm
 
+
 @final
 class LocalPerceptron(LocalExpansion):
     """A map of units at ũ.

@@ -1,0 +1,121 @@
+"""Attention to third order, and what is beyond it (docs/math/forms.md, section 9)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from holdfast.compositions.forms.covered import Covered, Four
+from holdfast.compositions.forms.heads import HeadRows
+from holdfast.linalg.directions import Directions
+
+
+@final
+@dataclass(frozen=True)
+class Triples:
+    """All triples q <= r <= s of directions with one q: r, s, and which pairs rs, qs, qr they make."""
+
+    q: int
+    r: Tensor
+    s: Tensor
+    rs: Tensor
+    qs: Tensor
+    qr: Tensor
+
+    @classmethod
+    def of(cls, q: int, directions: Directions) -> Triples:
+        r, s = torch.triu_indices(directions.p - q, directions.p - q) + q
+        place = directions.place
+        return cls(q, r, s, place[r, s], place[q, s], place[q, r])
+
+    @property
+    def count(self) -> Tensor:
+        """How many ordered triples each stands for."""
+        same = (self.r == self.q).double() + (self.s == self.r).double()
+        return torch.where(same == 0, 6.0, torch.where(same == 1, 3.0, 1.0)).double()
+
+    def symmetric(self, outer: Tensor) -> Tensor:
+        """Of numbers (…, r, s) for all ordered r, s >= q: those at r <= s and those at s, r, added."""
+        r, s = self.r - self.q, self.s - self.q
+        return outer[..., r, s] + outer[..., s, r]
+
+    def added(self, first: Tensor, second: Tensor) -> Tensor:
+        """first_q second_rs + first_r second_qs + first_s second_qr, for (…, p) and (…, pairs)."""
+        out = first[..., self.q, None] * second[..., self.rs]
+        out += first[..., self.r] * second[..., self.qs]
+        out += first[..., self.s] * second[..., self.qr]
+        return out
+
+
+@final
+class HeadTwists:
+    """The third order of attention's heads, from first and second orders of queries, keys, values and logits.
+
+    Args:
+        heads: all rows.
+        second: (…, pairs) of queries, keys, values and logits.
+    """
+
+    def __init__(self, heads: HeadRows, second: Four, directions: Directions) -> None:
+        self._heads, self._second = heads, second
+        first, other = directions.first, directions.second
+        p, (Q, K, _, L) = heads.soft.p, heads.rows
+        weights = p.unsqueeze(-1)
+        pairs = []
+        for i in range(L.shape[1]):
+            centred = heads.centred_keys(i)
+            bent = torch.einsum("hkp,hjkq->hjpq", Q[:, i], centred)
+            pairs.append((bent[..., first, other] + bent[..., other, first]) / 2)
+        bent = torch.stack(pairs, 1) + second[3]  # b + ℓ₂
+        squares = L[..., first] * L[..., other]
+        self._grown = bent + squares / 6 - (weights * squares).sum(2, keepdim=True) / 2
+        bent += squares / 2
+        self._carried = weights * (bent - (weights * bent).sum(2, keepdim=True))
+        self._spread = (weights * heads.soft.spread).mT.contiguous()  # (h, i, k, j)
+
+    def at(self, t: Triples) -> Tensor:
+        """(h, i, k, triples) three times the symmetric coefficients of the heads' outputs."""
+        (Q, K, V, L), (Q2, K2, V2, _) = self._heads.rows, self._second
+        q, at = t.q, slice(t.q, None)
+        p = self._heads.soft.p
+        beside = t.qs[: L.shape[-1] - q]  # the pairs of q with every s >= q
+        # (v - E[v]) times q·k₂ + q₂·k + ℓ(ℓ₂ + b + ℓ²/6 - ½E[ℓ²])
+        on = torch.einsum("hik,hjkm->hijm", Q[..., q], K2[..., t.rs])
+        on += torch.einsum("hikm,hjk->hijm", Q2[..., t.rs], K[..., q])
+        outer = torch.einsum("hikr,hjks->hijrs", Q[..., at], K2[..., beside])
+        outer += torch.einsum("hiks,hjkr->hijrs", Q2[..., beside], K[..., at])
+        on += t.symmetric(outer) + t.added(L, self._grown)
+        out = self._spread @ on
+        # (b + ℓ₂ + ½ℓ²) times the values' first order, ℓ times their second
+        out += torch.einsum("hijm,hjk->hikm", self._carried[..., t.rs], V[..., q])
+        out += torch.einsum("hij,hjkm->hikm", p * L[..., q], V2[..., t.rs])
+        outer = torch.einsum("hijs,hjkr->hikrs", self._carried[..., beside], V[..., at])
+        outer += torch.einsum("hijr,hjks->hikrs", p.unsqueeze(-1) * L[..., at], V2[..., beside])
+        out += t.symmetric(outer)
+        return out
+
+
+def beyond_third(heads: HeadRows, one: Covered, third: Four) -> Tensor:
+    """(S) bounds of what covectors see of the heads beyond third order; `third` has the functions' rests from there on.
+
+    The terms are those of docs/math/forms.md, section 9, in their order.
+    """
+    s = heads.settled
+    p, seen, r = heads.soft.most, heads.soft.seen, s.radius
+    g, n = one.most_g, r * one.n
+    carried = torch.einsum("shik,hjk->shij", one.m.abs(), s.rests[2])
+    n_rest = (carried + (p * carried).sum(-1, keepdim=True)) * seen
+    n_all = n + n_rest
+    off = s.rest_l + s.most_b  # |t - ℓ| to first order
+    square = s.beyond / 2 * s.tau.square() + (s.tau + s.logit) / 2 * off  # |α - ½ℓ²|
+    quartic = s.tau**4 * s.tau.exp() / 24 + s.tau.square() / 2 * off  # |α - ½t² - ℓ³/6|
+    on_g = quartic + s.rest_l * s.most_b + s.logit * s.rest_b + s.most_b.square() / 2
+    most = p * (on_g * g + s.most_b * n_rest + s.rest_b * n + square * n_all + s.logit.square() / 2 * n_rest)
+    first, mean = (p * s.logit.square()).sum(-1) / 2, (p * (1 + s.beyond) / 2 * s.tau.square()).sum(-1)
+    N = r * one.slope
+    N_off = (p * (off * g + s.tau * n_all)).sum(-1) + mean * (g + n_all).amax(-1)
+    divided = (N + N_off) * ((p * square).sum(-1) + mean.square()) + N_off * first
+    return (most.sum((1, 2, 3)) + divided.sum((1, 2)) + heads.crossed(one, third)) * (1 + 1e-9)
