@@ -21,6 +21,7 @@ from rich.table import Table
 import holdfast
 from benchmarks.harness import RESULTS, machine, save
 from holdfast.compositions import certify_inputs
+from holdfast.errors import HoldfastError
 from holdfast.models import DigitsViT
 from holdfast.studies.tightness import Regime, draw
 
@@ -39,28 +40,32 @@ class Point:
     inputs: int = 1
 
 
-def second_order(point: Point, device: str) -> None:
+Prepare = Callable[[Point, str], Callable[[], object]]
+
+
+def _bound(method: str) -> Prepare:
     """A proved bound of one layer."""
-    layer, x = draw(Regime(point.n, point.d, point.h, 3.0, 1.0), seed=0)
-    batch = x.expand(point.inputs, -1, -1).to(device)
-    holdfast.bound(layer.to(device=device), batch, 0.1, "second-order")
+
+    def prepare(point: Point, device: str) -> Callable[[], object]:
+        layer, x = draw(Regime(point.n, point.d, point.h, 3.0, 1.0), seed=0)
+        moved, batch = layer.to(device=device), x.expand(point.inputs, -1, -1).to(device)
+        return lambda: holdfast.bound(moved, batch, 0.1, method)
+
+    return prepare
 
 
-def rows(point: Point, device: str) -> None:
-    """The closed form for layers of any size, proved."""
-    layer, x = draw(Regime(point.n, point.d, point.h, 3.0, 1.0), seed=0)
-    holdfast.bound(layer.to(device=device), x.expand(point.inputs, -1, -1).to(device), 0.1, "rows")
+def _certify(method: str) -> Prepare:
+    """Proved radii of a network of 17 tokens."""
 
-
-def _certify(method: str) -> Callable[[Point, str], None]:
-    def work(point: Point, device: str) -> None:
+    def prepare(point: Point, device: str) -> Callable[[], object]:
         torch.manual_seed(0)
         model = DigitsViT(depth=point.layers, width=point.d, heads=point.h).eval()
         images = torch.rand(point.inputs, 8, 8)
         converted = holdfast.to_network(model, images[:1])
-        certify_inputs(converted.network, converted.encode(images).to(device), method=method)
+        encoded = converted.encode(images).to(device)
+        return lambda: certify_inputs(converted.network, encoded, method=method)
 
-    return work
+    return prepare
 
 
 @final
@@ -69,22 +74,22 @@ class Work:
     """What is measured.
 
     Attributes:
-        run: does it.
+        prepare: makes ready what is measured, at a size and on a device.
         first: the size that is doubled.
         promised: for each variable the exponents of time and memory, as the algorithm has them for large sizes.
     """
 
-    run: Callable[[Point, str], None]
+    prepare: Prepare
     first: Point
     promised: Mapping[str, tuple[float, float]]
 
 
 WORKS = {
     "second-order, proved": Work(
-        second_order, Point(16, 32, 4), {"n": (3, 2), "d": (3, 2), "h": (0, 0), "inputs": (1, 0)}
+        _bound("second-order"), Point(32, 32, 4), {"n": (3, 2), "d": (3, 2), "h": (0, 0), "inputs": (1, 0)}
     ),
-    "rows, proved": Work(rows, Point(64, 64, 4), {"n": (2, 2), "d": (2, 1), "h": (0, 1), "inputs": (1, 1)}),
-    "certify by gains": Work(_certify("gains"), Point(17, 32, 4), {"layers": (1, 0), "inputs": (1, 1)}),
+    "rows, proved": Work(_bound("rows"), Point(128, 64, 4), {"n": (2, 2), "d": (2, 1), "h": (0, 1), "inputs": (1, 1)}),
+    "certify by gains": Work(_certify("gains"), Point(17, 32, 4, inputs=4), {"layers": (1, 0), "inputs": (1, 1)}),
     "certify by telescoped": Work(_certify("telescoped"), Point(17, 16, 2), {"layers": (2, 1), "inputs": (1, 0)}),
 }
 
@@ -102,9 +107,10 @@ class Measured:
     megabytes: float
 
 
-def _measure(run: Callable[[Point, str], None], point: Point, device: str, answer: Any) -> None:
+def _measure(prepare: Prepare, point: Point, device: str, answer: Any) -> None:
     torch.set_num_threads(1)
-    run(replace(Point(4, 8, 2), layers=1), device)  # what is loaded once
+    prepare(Point(4, 8, 2), device)()  # what is loaded once
+    run = prepare(point, device)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     on_gpu = device != "cpu"
     if on_gpu:
@@ -112,7 +118,7 @@ def _measure(run: Callable[[Point, str], None], point: Point, device: str, answe
         torch.cuda.reset_peak_memory_stats()
     clock = time.perf_counter if on_gpu else time.process_time
     began = clock()
-    run(point, device)
+    run()
     if on_gpu:
         torch.cuda.synchronize()
     seconds = clock() - began
@@ -124,9 +130,13 @@ def measured(name: str, variable: str, point: Point, device: str) -> Measured:
     """One point, in a process of its own."""
     context = multiprocessing.get_context("spawn" if device != "cpu" else "fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_measure, args=(WORKS[name].run, point, device, sender))
+    process = context.Process(target=_measure, args=(WORKS[name].prepare, point, device, sender))
     process.start()
-    seconds, megabytes = receiver.recv()
+    sender.close()  # or a process that ends without an answer would be waited for, for ever
+    try:
+        seconds, megabytes = receiver.recv()
+    except EOFError:
+        raise HoldfastError(f"{name} gave no answer at {point} on {device}") from None
     process.join()
     return Measured(name, variable, device, point, seconds, megabytes)
 

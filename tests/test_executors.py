@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -9,6 +13,7 @@ from holdfast import HoldfastError, InputError
 from holdfast.executors import Executor, InProcess, Processes, RayCluster, choose, executors
 from holdfast.studies.processes import Tell, side_by_side
 from holdfast.testing.executors import ExecutorConformance
+from holdfast.threads import children_wait_asleep
 
 #: Where each executor is tested.
 TESTED = {"in-process": "TestInProcess", "processes": "TestProcesses", "ray": "test_cluster.py"}
@@ -44,6 +49,34 @@ def test_executors_by_name() -> None:
 def _threads(item: int, tell: Tell) -> None:
     if torch.get_num_threads() != 1:
         raise InputError(f"{torch.get_num_threads()} threads")
+
+
+def _wait_policy(item: str, tell: Tell) -> None:
+    if os.environ.get("OMP_WAIT_POLICY") != item:
+        raise InputError(f"waiting threads are told {os.environ.get('OMP_WAIT_POLICY')}; expected {item}")
+
+
+def test_threads_of_processes_sleep_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that spin take the cores away from each other; but what a user has set stays."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    side_by_side(_wait_policy, ["PASSIVE"] * 2, 2, lambda *share: None)
+    assert "OMP_WAIT_POLICY" not in os.environ
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    with children_wait_asleep():
+        assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+def test_the_command_line_says_so_before_torch_is_loaded() -> None:
+    program = (
+        "import importlib, os, sys\n"
+        "cli = importlib.import_module('holdfast.cli.app')\n"
+        "cli.app = lambda **_: print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)\n"
+        "cli.main()"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["PASSIVE", "False"], done.stderr
 
 
 def test_one_job_has_one_thread() -> None:

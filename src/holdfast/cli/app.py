@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from holdfast.errors import HoldfastError, UnknownNameError
+from holdfast.threads import wait_asleep
 from holdfast.version import __version__
 
 #: Where each command stands, and its help in one line: the rest of it, and torch, are imported when it is called.
@@ -109,6 +110,7 @@ def _root(
 def main() -> NoReturn:
     """Runs the command line: status 0, 2 with one line on bad input, or 130 when interrupted."""
     logging.getLogger("holdfast").addHandler(logging.NullHandler())  # what matters of it, the commands say themselves
+    wait_asleep()  # before a command imports torch
     try:
         status = app(standalone_mode=False)
     except HoldfastError as error:

@@ -14,6 +14,7 @@ import torch
 
 from holdfast.errors import HoldfastError, InputError
 from holdfast.executors.base import Ended, Executor, Failure, Item, Pool, Sink, Task, attempt
+from holdfast.threads import children_wait_asleep
 
 _BEGUN, _EMITTED, _ENDED = "begun", "emitted", "ended"
 
@@ -53,7 +54,8 @@ class _Child:
         context = get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(target=_serve, args=(theirs, task, threads), daemon=True)
-        self.process.start()
+        with children_wait_asleep():
+            self.process.start()
         theirs.close()
         self.ticket: int | None = None
         self.begun = False

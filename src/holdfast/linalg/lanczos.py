@@ -96,7 +96,7 @@ def top_eigenvalue(matrix: Tensor, scale: Tensor, tolerance: float, max_steps: i
     rows = matrix.new_empty(members, min(limit, 16), size)
     diagonal: list[Tensor] = []
     beside: list[Tensor] = []
-    look = 4
+    look = 8
     while True:
         steps = len(diagonal) + 1
         if steps > rows.shape[1]:
@@ -105,8 +105,8 @@ def top_eigenvalue(matrix: Tensor, scale: Tensor, tolerance: float, max_steps: i
         basis = rows[:, :steps]
         image = (matrix @ unit) / per
         inside = basis @ image
-        image = image - (inside.mT @ basis).mT
-        image = image - ((basis @ image).mT @ basis).mT  # twice is enough
+        image = torch.baddbmm(image, basis.mT, inside, alpha=-1.0)
+        image = torch.baddbmm(image, basis.mT, basis @ image, alpha=-1.0)  # twice is enough
         length = torch.linalg.vector_norm(image, dim=1, keepdim=True)
         diagonal.append(inside[:, -1, 0])
         beside.append(length[:, 0, 0])
@@ -122,9 +122,9 @@ def top_eigenvalue(matrix: Tensor, scale: Tensor, tolerance: float, max_steps: i
             error = torch.minimum(residual, residual * (residual / gap))
             if steps == limit or not bool((known & (error > tolerance * values[..., -1])).any()):
                 return (values[..., -1] * per[:, 0, 0]).where(known, torch.nan)
-            look = steps + max(1, steps // (8 if matrix.device.type == "cpu" and members < 1000 else 2))
+            look = steps + steps // (4 if matrix.device.type == "cpu" else 2)
         # What remains below rounding is noise: the space is exhausted, and zeros follow.
-        unit = image / torch.where(length > 1e-15, length, torch.inf)
+        unit = image / length.masked_fill(length <= 1e-15, torch.inf)
 
 
 def thin_norm(matrix: Tensor) -> Tensor:
