@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", help="the cache at these many tokens, and norms beside it")
     parser.add_argument("--json", type=Path, help="where the numbers of --lengths go too")
     parser.add_argument("--tolerance", type=float, default=0.1, help="of a quantised cache")
-    parser.add_argument("--every", type=int, default=1, help="take every so-manieth layer")
+    parser.add_argument("--every", type=int, default=1, help="take every n-th layer")
     asked = parser.parse_args()
     tokens = max(asked.lengths or [asked.tokens])
     words = asked.text.read_text(encoding="utf-8")[asked.start : asked.start + 40 * tokens]

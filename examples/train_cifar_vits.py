@@ -15,6 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import holdfast.data
+from holdfast.storage import check_output
 from holdfast.studies.cifar_training import RADII, CifarTraining, save_network, train_and_measure
 
 
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     given = vars(parser.parse_args())
     out, images, device = (given.pop(name) for name in ("out", "images", "device"))
+    check_output(out)
     setting = CifarTraining(**given)
     train, test = (holdfast.data.load("cifar10", split) for split in ("train", "test"))
     if images is not None:

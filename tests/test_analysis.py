@@ -326,7 +326,7 @@ def test_the_command_prints_json(run: Run) -> None:  # noqa: F811
 BAD_CALLS = {
     "no model": ((), "no model was given"),
     "no input": (("minilm",), "no input was given for 'minilm'"),
-    "two inputs": (("minilm", "--text", "a", "--image", "b.png"), "--text and --image was given"),
+    "two inputs": (("minilm", "--text", "a", "--image", "b.png"), "--text and --image were given"),
     "demo and model": (("minilm", "--demo"), "choose one"),
     "demo and text": (("--demo", "--text", "a"), "choose one"),
     "layers": (("--demo", "--layers", "1-"), "expected numbers and ranges"),
@@ -356,7 +356,7 @@ def test_token_ids_are_read_from_a_file(tmp_path: Path) -> None:
     for content, message in {
         "1 2\n3": "lines of 2, 1 ids",
         "": "lines of no ids",
-        "a b": "cannot be read as token ids",
+        "a b": "has more than numbers; expected lines of token ids",
         "1 50": "has the id 50; 'texts' knows 0 to 49",
     }.items():
         file.write_text(content)

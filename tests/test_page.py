@@ -262,6 +262,10 @@ def test_nothing_overflows(browser: Browser, tmp_path: Path, width: int) -> None
     show(browser, analysis, tmp_path, width)
     assert browser.run("return document.documentElement.scrollWidth") <= width
     assert browser.run("return document.querySelector('#depth svg').getBoundingClientRect().right") <= width
+    cut = (
+        "return [...document.querySelectorAll('#heat td')].filter((e) => !e.innerText || e.scrollWidth > e.clientWidth)"
+    )
+    assert browser.run(f"{cut}.length") == 0  # every number of the heat map stays; it scrolls
 
 
 def test_a_model_without_bounds_says_why_in_their_place(browser: Browser, tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def test_modules_and_tensors_at_the_front_doors() -> None:
     several = holdfast.bound(module, x, torch.tensor([0.25, 0.5]), "naive")
     assert several.value.shape == (2,)
     assert several.eps == (0.25, 0.5)
+    assert "eps: [0.1, 0.2]" in repr(holdfast.bound(module, x, torch.tensor([0.1, 0.2]), "naive"))
     assert "method: naive" in repr(several)
     assert holdfast.attack(module, x, np.array([0.5]), restarts=1, steps=1).lower[0] <= expected
 

@@ -50,3 +50,4 @@ def test_an_installed_wheel_runs_the_demo_and_the_first_snippet(tmp_path: Path) 
     assert [row for row in rows if row not in shown] == []
     (medians,) = re.findall(r"Median certified radius.*?attack [\d.]+\.", START, re.DOTALL)
     assert " ".join(medians.split()) in " ".join(shown.split())
+    shutil.rmtree(fresh)  # pytest keeps the folders of its last runs

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 from holdfast.errors import InputError
 from holdfast.extras import require
 from holdfast.reporting import Shown, writer
-from holdfast.results import Guarantee
+from holdfast.results import Guarantee, brief
 from holdfast.storage import Pathlike, write_text
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Analysis(Shown):
         if self.layers:
             steepest = max(self.layers, key=lambda layer: max(layer.slope))
             shown["steepest"] = f"{steepest.name} ({max(steepest.slope):.4g})"
-        return shown | {"eps": self.eps, "bounds": f"{self.method}, {self.guarantee}"}
+        return shown | {"eps": brief(self.eps), "bounds": f"{self.method}, {self.guarantee}"}
 
     @property
     def interrupted(self) -> bool:

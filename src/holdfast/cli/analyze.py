@@ -90,11 +90,12 @@ def analyze(
         command=shlex.join(["holdfast", *sys.argv[1:]]),
         seconds=time.perf_counter() - began,
     )
-    _write(result, html, plot, out)
     if as_json:
         typer.echo(result.to_json())
     else:
         Console().print(result.table())
+    _write(result, html, plot, out)  # after the table: a disk that is full by now does not take that as well
+    if not as_json:
         say_written(html, plot, out)
     if result.interrupted:
         typer.echo(f"holdfast: interrupted; {len(result.layers)} of {result.planned} layers were finished", err=True)

@@ -167,12 +167,14 @@ def certify(
             progress=told,
             crew=None if executor is None else told.show_workers,
         )
+    _show("certify", run, as_json)  # before the pages: a disk that is full by now does not take the table as well
     html = html if run.records else None
     if html is not None:
         run.to_html(html, *others, targets=targets)
     if junit is not None:
         run.to_junit(junit, *targets)
-    _show("certify", run, as_json, out, html, junit)
+    if not as_json:
+        say_written(out, html, junit)
     if run.failures:
         failed, reason = ranges(list(run.failures)), next(iter(run.failures.values()))
         typer.echo(
@@ -206,9 +208,11 @@ def merge(
     """Join the files of shards; refuse records that disagree."""
     refuse_same(html, keep=[out, *files, *(beside or ())])
     run = certification.merge(files, out, None if html is None else _data_of(read(files[0]).header, data, data_dir))
+    _show("merge", run, as_json)
     if html is not None:
         run.to_html(html, *(read(path).run() for path in beside or ()))
-    _show("merge", run, as_json, out, html)
+    if not as_json:
+        say_written(out, html)
     if run.missing:
         typer.echo(f"holdfast: {len(run.missing)} inputs are missing: {ranges(run.missing)}", err=True)
 
@@ -357,7 +361,7 @@ def _data_of(header: Header, data: str | None, data_dir: Path | None) -> Data | 
     return examples if data is not None or examples.checksum == header.settings["data"] else None
 
 
-def _show(command: str, run: CertificationRun, as_json: bool, *written: Path | None) -> None:
+def _show(command: str, run: CertificationRun, as_json: bool) -> None:
     emit_json(command, run.to_dict() | {"command": command}, stdout=as_json, out=None)
     if not as_json:
         console = Console()
@@ -365,4 +369,3 @@ def _show(command: str, run: CertificationRun, as_json: bool, *written: Path | N
         for note, count in run.left_out().items():
             line = f"{count} of {len(run.records)} input{'s' if len(run.records) > 1 else ''}: {note}"
             console.print(line, soft_wrap=True, markup=False, highlight=False)
-        say_written(*written)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 Side = Literal["upper", "lower", "estimate"]
@@ -12,10 +14,12 @@ Scope = Literal["ball at x", "point", "ball at 0"]
 Norm = Literal["l2", "linf"]
 
 
-def brief(t: Tensor | None) -> str:
-    """Numbers of a tensor in few words: all of them where they are few."""
+def brief(t: Tensor | float | Sequence[float] | None) -> str:
+    """Numbers in few words and digits: all of them where they are few."""
     if t is None:
         return "none"
+    if not isinstance(t, Tensor):
+        t = torch.tensor(t, dtype=torch.float64)
     if t.numel() <= 6:
         return str(t.tolist() if not t.is_floating_point() else _rounded(t.tolist()))
     return f"{t.amin():.4g} to {t.amax():.4g}, shape {tuple(t.shape)}"

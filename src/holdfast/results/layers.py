@@ -71,7 +71,7 @@ class BoundResult(Shown):
 
     def facts(self) -> dict[str, object]:
         """The line of a prompt."""
-        return {"value": brief(self.value), "eps": self.eps, "method": self.method, "guarantee": self.guarantee}
+        return {"value": brief(self.value), "eps": brief(self.eps), "method": self.method, "guarantee": self.guarantee}
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
@@ -139,7 +139,7 @@ class AttackResult(Shown):
 
     def facts(self) -> dict[str, object]:
         """The line of a prompt."""
-        return {"lower": brief(self.lower), "eps": self.eps, "objective": self.objective}
+        return {"lower": brief(self.lower), "eps": brief(self.eps), "objective": self.objective}
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the witness, ready for JSON."""

@@ -143,7 +143,7 @@
     const rows = data.layers.map((layer) => layer[key][b]), flat = rows.flat();
     const low = Math.min(...flat), high = Math.max(...flat), heads = Math.max(...rows.map((row) => row.length));
     const table = add(clear(byId("heat")), "table", { "aria-label": `${title} of every head` });
-    if (heads > 16) table.style.minWidth = `${40 + 22 * heads}px`;
+    table.style.minWidth = `${40 + 32 * heads}px`; // room for every number; a narrow screen scrolls
     const head = add(add(table, "thead"), "tr");
     add(head, "th", { scope: "col" }, "layer");
     for (let i = 0; i < heads; i++) add(head, "th", { scope: "col", "aria-label": `head ${i}` }, i);
@@ -153,7 +153,7 @@
       add(line, "th", { scope: "row", "aria-label": layerTitle(data.layers[i]) }, data.layers[i].index);
       row.forEach((value, j) => {
         const share = high > low ? (value - low) / (high - low) : 0;
-        const cell = add(line, "td", {}, heads <= 16 ? String(Number(value.toPrecision(2))) : "");
+        const cell = add(line, "td", {}, String(Number(value.toPrecision(2))));
         cell.style.background = shade(share);
         cell.style.color = share > 0.55 ? "var(--card)" : "var(--ink)";
         explain(cell, `Layer ${data.layers[i].index}, head ${j}\n` + data.quantities.map((q) => `${q.title} ${digits(data.layers[i][q.key][b][j])}`).join("\n"));
