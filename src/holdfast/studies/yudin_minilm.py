@@ -108,7 +108,7 @@ class YudinMinilmStudy(Study[YudinMinilmParameters]):
     name = "yudin-minilm"
     title = "JaSMin and a spectral penalty in MiniLM fine-tuned on SST-2: accuracy, local constants, attacks"
     paper = "yudin2025"
-    minutes = 15
+    minutes = 8
     memory = 2
     parameters = YudinMinilmParameters
     kinds: ClassVar = {"training": SentencePenalty}
