@@ -69,7 +69,7 @@ class YudinMinilmParameters:
     """What `repro yudin-minilm` takes."""
 
     ks: tuple[int, ...] = option((0, 2, 10), "Values of k.", grid=True)
-    weights: tuple[float, ...] = option((0.1,), "Weights of JaSMin.", grid=True)
+    weights: tuple[float, ...] = option((0.01, 0.1), "Weights of JaSMin.", grid=True)
     spectral: tuple[float, ...] = option((1e-3,), "Weights of the spectral penalty.", grid=True)
     seeds: int = option(3, "How many trainings for each.", grid=True, least=1)
     source: str = option("minilm", f"What is fine-tuned: minilm, or {RANDOM} for a small BERT of random weights.")
@@ -85,14 +85,18 @@ class YudinMinilmParameters:
 
 
 def settings(parameters: YudinMinilmParameters) -> list[FineTuning]:
-    """Every training, seed by seed, so that an interrupted run can be compared."""
+    """Every training; weight by weight and seed by seed, so that an interrupted run can be compared."""
     own: dict[str, Any] = {
         key: getattr(parameters, key) for key in ("source", "layers", "steps", "batch", "rate", "longest")
     }
-    variants: list[dict[str, Any]] = [{}]
-    variants += [{"recipe": "jasmin", "k": k, "weight": w} for k in parameters.ks for w in parameters.weights]
-    variants += [{"recipe": "spectral", "weight": w} for w in parameters.spectral]
-    return [FineTuning(seed=seed, **own, **variant) for seed in range(parameters.seeds) for variant in variants]
+    plain: list[dict[str, Any]] = [{}, *({"recipe": "spectral", "weight": weight} for weight in parameters.spectral)]
+    groups = [[{"recipe": "jasmin", "k": k, "weight": weight} for k in parameters.ks] for weight in parameters.weights]
+    return [
+        FineTuning(seed=seed, **own, **variant)
+        for group in (plain, *groups)
+        for seed in range(parameters.seeds)
+        for variant in group
+    ]
 
 
 def title(setting: FineTuning) -> str:
@@ -108,7 +112,7 @@ class YudinMinilmStudy(Study[YudinMinilmParameters]):
     name = "yudin-minilm"
     title = "JaSMin and a spectral penalty in MiniLM fine-tuned on SST-2: accuracy, local constants, attacks"
     paper = "yudin2025"
-    minutes = 8
+    minutes = 12
     memory = 2
     parameters = YudinMinilmParameters
     kinds: ClassVar = {"training": SentencePenalty}
