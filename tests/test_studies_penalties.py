@@ -15,8 +15,8 @@ from holdfast.cli.app import app
 from holdfast.data import Dataset
 from holdfast.errors import InputError
 from holdfast.studies import yudin_minilm
-from holdfast.studies.minilm_training import RANDOM, FineTuned, FineTuning, Recipe, fine_tune, tokens
-from holdfast.studies.penalties import SpectralPenalty, draw_seeds, over_seeds, seeds_page
+from holdfast.studies.minilm_training import RANDOM, FineTuned, FineTuning, fine_tune, tokens
+from holdfast.studies.penalties import PenaltyRecipe, SpectralPenalty, draw_seeds, over_seeds, seeds_page
 from holdfast.train import JaSMin
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -31,7 +31,7 @@ def sentences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.data.load", lambda *args: DATA)
 
 
-def tuned(recipe: Recipe, weight: float) -> FineTuned:
+def tuned(recipe: PenaltyRecipe, weight: float) -> FineTuned:
     setting = FineTuning(RANDOM, 2, 30, 4, 1e-2, recipe=recipe, weight=weight, k=2)
     return fine_tune(setting, None, lambda share: None)
 
