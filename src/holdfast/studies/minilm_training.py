@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from holdfast.errors import InputError
 from holdfast.extras import require
 from holdfast.models.loading import load_tokenizer
 from holdfast.storage import make_folder, read_metadata, read_tensors, write_tensors
-from holdfast.studies.penalties import charged
+from holdfast.studies.penalties import PenaltyRecipe, charged
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Workplace
 from holdfast.studies.texts import LanguageModel, load_source, random_model
@@ -26,8 +26,6 @@ from holdfast.studies.texts import LanguageModel, load_source, random_model
 RANDOM = "random"  # instead of MiniLM: a BERT of two narrow layers that was not trained before
 _LONGEST = 64  # tokens of a sentence
 _WARM_UP = 0.1  # of the steps
-
-Recipe = Literal["plain", "jasmin", "spectral"]
 
 
 @final
@@ -54,7 +52,7 @@ class FineTuning:
     batch: int = 16
     rate: float = 1e-4
     seed: int = 0
-    recipe: Recipe = "plain"
+    recipe: PenaltyRecipe = "plain"
     weight: float = 0.0
     k: int = 0
     longest: int = _LONGEST

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, final
+from typing import Any, Literal, Protocol, final
 
 import torch
 from matplotlib.figure import Figure
@@ -16,6 +16,8 @@ from torch.nn.functional import normalize
 
 from holdfast.report.style import PALETTE, new_figure
 from holdfast.train import JaSMin
+
+PenaltyRecipe = Literal["plain", "jasmin", "spectral"]
 
 
 class Penalty(Protocol):
@@ -58,6 +60,14 @@ class SpectralPenalty:
 
     def reset(self) -> None:
         """Nothing: the norms do not depend on forward passes."""
+
+
+def variants(
+    ks: Sequence[int], weights: Sequence[float], spectral: Sequence[float]
+) -> list[tuple[PenaltyRecipe, float, int]]:
+    """Plain training, every k and weight of JaSMin, every weight of the spectral penalty: recipe, weight and k."""
+    jasmin: list[tuple[PenaltyRecipe, float, int]] = [("jasmin", weight, k) for k in ks for weight in weights]
+    return [("plain", 0.0, 0), *jasmin, *(("spectral", weight, 0) for weight in spectral)]
 
 
 def training_title(recipe: str, weight: float, k: int) -> str:

@@ -21,7 +21,7 @@ from holdfast.attention.softmax import g_k, softmax_jacobian_norm
 from holdfast.errors import NotApplicableError, UnknownNameError
 from holdfast.graph.trace import iter_trace
 from holdfast.models import demo_digits, load_digits_vit
-from holdfast.report.style import PALETTE, new_figure
+from holdfast.report.style import PALETTE, draw_range, new_figure
 from holdfast.studies.processes import Tell
 from holdfast.studies.statements import Statement, judged, statement_page, statement_table, to_json
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
@@ -358,16 +358,18 @@ def jacobian_statements(layers: Sequence[LayerJacobian]) -> list[Statement]:
 
 
 def draw_jacobians(layers: Sequence[LayerJacobian]) -> Figure:
-    """Bound / norm: over the temperature of random layers, and over the layers of every model."""
+    """Bound / norm, mean and range over inputs: over the temperature of random layers, and the layers of models."""
     sources = list(dict.fromkeys(one.source for one in layers))
     figure = new_figure(2.6 * len(sources) + 0.3, 3.2)
     panels = figure.subplots(1, len(sources), sharey=True, squeeze=False)[0]
     for panel, source in zip(panels, sources, strict=True):
         own = [one for one in layers if one.source == source]
-        at = [one.layer if one.temperature is None else one.temperature for one in own]
         for colour, method in zip(PALETTE, METHODS, strict=False):
-            means = {place: _excess([one], method).mean().item() for place, one in zip(at, own, strict=True)}
-            panel.plot(list(means), list(means.values()), ".-", color=colour, label=method)
+            known = [one for one in own if method in one.bounds]
+            if known:
+                at = [one.layer if one.temperature is None else one.temperature for one in known]
+                ratios = torch.stack([_excess([one], method) for one in known], -1)
+                draw_range(panel, at, ratios, ".-", color=colour, label=method)
         panel.set(title=source, yscale="log", xlabel="factor of the scores" if source == "random" else "layer")
         if source == "random":
             panel.set_xscale("log")

@@ -11,7 +11,7 @@ import torch
 from holdfast import data as datasets
 from holdfast.data.dataset import Dataset
 from holdfast.studies.cifar_training import RADII, CifarNetwork, CifarTraining, train_and_measure
-from holdfast.studies.penalties import draw_seeds, over_seeds, seeds_page, seeds_table, training_title
+from holdfast.studies.penalties import draw_seeds, over_seeds, seeds_page, seeds_table, training_title, variants
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 
@@ -33,10 +33,11 @@ class YudinCifarParameters:
 def settings(parameters: YudinCifarParameters) -> list[CifarTraining]:
     """Every training, seed by seed, so that an interrupted run can be compared."""
     own: dict[str, Any] = {"patch": 4, "depth": parameters.depth, "width": 96, "heads": 3, "steps": parameters.steps}
-    variants: list[dict[str, Any]] = [{}]
-    variants += [{"recipe": "jasmin", "k": k, "weight": w} for k in parameters.ks for w in parameters.weights]
-    variants += [{"recipe": "spectral", "weight": w} for w in parameters.spectral]
-    return [CifarTraining(seed=seed, **own, **variant) for seed in range(parameters.seeds) for variant in variants]
+    return [
+        CifarTraining(seed=seed, recipe=recipe, weight=weight, k=k, **own)
+        for seed in range(parameters.seeds)
+        for recipe, weight, k in variants(parameters.ks, parameters.weights, parameters.spectral)
+    ]
 
 
 def title(setting: CifarTraining) -> str:

@@ -22,7 +22,7 @@ from holdfast.errors import InputError
 from holdfast.graph.trace import iter_trace
 from holdfast.studies.ascent import ascended
 from holdfast.studies.minilm_training import RANDOM, FineTuned, FineTuning, fine_tune, tokens
-from holdfast.studies.penalties import draw_seeds, over_seeds, seeds_page, seeds_table, training_title
+from holdfast.studies.penalties import draw_seeds, over_seeds, seeds_page, seeds_table, training_title, variants
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 
@@ -69,12 +69,12 @@ class YudinMinilmParameters:
     """What `repro yudin-minilm` takes."""
 
     ks: tuple[int, ...] = option((0, 2, 10), "Values of k.", grid=True)
-    weights: tuple[float, ...] = option((0.1,), "Weights of JaSMin.", grid=True)
+    weights: tuple[float, ...] = option((0.01,), "Weights of JaSMin.", grid=True)
     spectral: tuple[float, ...] = option((1e-3,), "Weights of the spectral penalty.", grid=True)
     seeds: int = option(3, "How many trainings for each.", grid=True, least=1)
     source: str = option("minilm", f"What is fine-tuned: minilm, or {RANDOM} for a small BERT of random weights.")
-    layers: int = option(3, "Layers of it that are kept; the whole has 6.", least=1)
-    steps: int = option(100, "Of each training.", least=1)
+    layers: int = option(6, "Layers of it that are kept.", least=1)
+    steps: int = option(80, "Of each training.", least=1)
     batch: int = option(16, "Sentences in a step.", least=1)
     rate: float = option(2e-4, "The highest learning rate.")
     longest: int = option(24, "Tokens of a sentence in training at most.", least=4)
@@ -89,10 +89,11 @@ def settings(parameters: YudinMinilmParameters) -> list[FineTuning]:
     own: dict[str, Any] = {
         key: getattr(parameters, key) for key in ("source", "layers", "steps", "batch", "rate", "longest")
     }
-    variants: list[dict[str, Any]] = [{}]
-    variants += [{"recipe": "jasmin", "k": k, "weight": w} for k in parameters.ks for w in parameters.weights]
-    variants += [{"recipe": "spectral", "weight": w} for w in parameters.spectral]
-    return [FineTuning(seed=seed, **own, **variant) for seed in range(parameters.seeds) for variant in variants]
+    return [
+        FineTuning(seed=seed, recipe=recipe, weight=weight, k=k, **own)
+        for seed in range(parameters.seeds)
+        for recipe, weight, k in variants(parameters.ks, parameters.weights, parameters.spectral)
+    ]
 
 
 def title(setting: FineTuning) -> str:
@@ -108,7 +109,7 @@ class YudinMinilmStudy(Study[YudinMinilmParameters]):
     name = "yudin-minilm"
     title = "JaSMin and a spectral penalty in MiniLM fine-tuned on SST-2: accuracy, local constants, attacks"
     paper = "yudin2025"
-    minutes = 15
+    minutes = 12
     memory = 2
     parameters = YudinMinilmParameters
     kinds: ClassVar = {"training": SentencePenalty}
