@@ -320,13 +320,12 @@ class _Pass:
             )
         return TracedLayer(one.name, layer.to(dtype), one.x.to(dtype), error)
 
-
     def _narrower(self, dtype: torch.dtype) -> str:
         """What to do where the model computes in fewer digits than its weights have."""
         values = (node.meta.get("val") for node in self._near.content if node.op == "call_function")
         if dtype != torch.float64 or not any(isinstance(v, Tensor) and v.dtype == torch.float32 for v in values):
             return ""
-        return ". The model's code casts to float32 inside, whatever its weights are: trace it in float32, model.float()"
+        return ". The model casts to float32 inside, whatever its weights are: trace it in float32, by model.float()"
 
 
 def _distance(one: _Open, layer: AttentionLayer, mapped: Moving | None, output: Tensor) -> float:

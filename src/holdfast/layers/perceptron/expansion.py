@@ -1,4 +1,4 @@
-"""Units between two linear maps, r x + φ(x W₁ + b₁) W₂ + b₂, expanded in what they take, which moves by h (b, n, units).
+"""Units between two linear maps, r x + φ(x W₁ + b₁) W₂ + b₂, expanded in what they take; that moves by h (b, n, units).
 
 Perceptrons are such maps; so are entrywise functions, and products by way of squares. r is a number, or one for every
 channel.
@@ -20,6 +20,7 @@ from holdfast.linalg.directions import Directions
 from holdfast.linalg.graded import Graded
 from holdfast.linalg.rounding import down, frobenius_upper, up
 from holdfast.linalg.squarings import gram_norm, thin_gram_norm
+
 
 @final
 class LocalPerceptron(LocalExpansion):
