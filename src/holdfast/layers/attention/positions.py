@@ -41,7 +41,8 @@ class Positions:
     def longest(self, q: Tensor, w_k: Tensor, seen: Tensor) -> Tensor:
         """(b, h, i) ‖W R_jᵀ q_i‖, W (h, d, k); the largest over the keys j that are seen, where it depends on them."""
         if self.rotary is None:
-            return torch.linalg.vector_norm(q @ w_k.mT, dim=-1)
+            plain: Tensor = torch.linalg.vector_norm(q @ w_k.mT, dim=-1)
+            return plain
         everywhere = q.movedim(2, 0).unsqueeze(3).expand(-1, -1, -1, q.shape[2], -1)  # (i, b, h, j, k)
-        lengths = torch.linalg.vector_norm(self.rotary.turn_back(everywhere) @ w_k.mT, dim=-1)
+        lengths: Tensor = torch.linalg.vector_norm(self.rotary.turn_back(everywhere) @ w_k.mT, dim=-1)
         return (lengths.movedim(0, 2) * seen).amax(-1)
