@@ -6,12 +6,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks import growth, jasmin, local_lipschitz, scale, tight_bounds, training
+from benchmarks import growth, jasmin, language_models, local_lipschitz, scale, tight_bounds, training
 from benchmarks.harness import one_thread
 
 BENCHMARKS = {
     "growth": growth.run,
     "jasmin": jasmin.run,
+    "language_models": language_models.run,
     "local_lipschitz": local_lipschitz.run,
     "scale": scale.run,
     "tight_bounds": tight_bounds.run,

@@ -53,9 +53,8 @@ def main() -> None:
     began = time.process_time()
     train(model, ids[:cut], asked.steps, asked.moved, asked.decay)
     right, loss = measured(model.eval(), ids[cut:])
-    print(
-        f"{right:.1%} of known words, perplexity {loss.exp():.1f}, {time.process_time() - began:.0f} s of processor time"
-    )
+    spent = time.process_time() - began
+    print(f"{right:.1%} of known words, perplexity {loss.exp():.1f}, {spent:.0f} s of processor time")
     model.save_pretrained(asked.out)
     (asked.out / "generation_config.json").unlink(missing_ok=True)
     (asked.out / WORDS_FILE).write_text("\n".join(known) + "\n", encoding="utf-8")

@@ -220,7 +220,7 @@ def test_what_is_not_known_is_refused_by_name(scores: Any, place: Any, message: 
 
 def test_models_that_cast_to_float32_inside_are_told_so(transformers: ModuleType) -> None:
     model = build(transformers, "Qwen 3")
-    with pytest.raises(UnsupportedAttentionError, match=r"casts to float32 inside.* model\.float\(\)"):
+    with pytest.raises(UnsupportedAttentionError, match=r"casts to float32 inside.* by model\.float\(\)"):
         trace(model.double(), {"input_ids": IDS})
     assert trace(model.float(), {"input_ids": IDS})[0].rebuild_error <= 2e-6
 

@@ -312,7 +312,7 @@ class AttentionLayer:
         attention = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
         if isinstance(module, nn.TransformerDecoderLayer):
             raise InputError(
-                "from_module got TransformerDecoderLayer, whose cross-attention takes keys and values of another tensor; "
+                "from_module got TransformerDecoderLayer, whose cross-attention has keys and values of another tensor; "
                 "pass its self_attn, or certify the whole: networks attend to a fixed memory"
             )
         if not isinstance(attention, nn.MultiheadAttention):

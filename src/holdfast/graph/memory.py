@@ -6,6 +6,8 @@ attention like any other, for every bound and composition. What these tokens ret
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float64
 from torch import Tensor
@@ -49,7 +51,7 @@ def remembered(
     return out.view((n, h, c)).rearranged(lambda t: t.movedim(1, 0))
 
 
-def _mask(bias: Float64[Tensor, "h n m"]) -> dict[str, Tensor]:
+def _mask(bias: Float64[Tensor, "h n m"]) -> dict[str, Any]:
     """Queries attend to the memory where the bias allows it, its tokens to themselves."""
     h, n, m = bias.shape
     allowed = bias > FORBIDDEN

@@ -325,9 +325,7 @@ class _Pass:
         values = (node.meta.get("val") for node in self._near.content if node.op == "call_function")
         if dtype != torch.float64 or not any(isinstance(v, Tensor) and v.dtype == torch.float32 for v in values):
             return ""
-        return (
-            ". The model's code casts to float32 inside, whatever its weights are: trace it in float32, model.float()"
-        )
+        return ". The model casts to float32 inside, whatever its weights are: trace it in float32, by model.float()"
 
 
 def _distance(one: _Open, layer: AttentionLayer, mapped: Moving | None, output: Tensor) -> float:

@@ -18,13 +18,12 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from holdfast.attacks.minimal import MinimalAttack
-from holdfast.compositions import certify_inputs
+from holdfast.compositions import Certified, certify_inputs
 from holdfast.errors import InputError, SoundnessError
 from holdfast.graph import to_network
 from holdfast.graph.perturbation import Perturbation
 from holdfast.models.loading import load_decoder, load_tokenizer
 from holdfast.models.tiny_llama import known_words, load_tiny_llama, split_words, word_ids
-from holdfast.results import Certificate
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 
@@ -198,7 +197,7 @@ def _row(record: NextWord) -> tuple[str, ...]:
     return record.prompt, record.answer, record.moves, *numbers, f"{record.seconds:.0f}"
 
 
-def _limit(proved: Certificate) -> str:
+def _limit(proved: Certified) -> str:
     """The largest part of what was taken off the margin, where the method tells."""
     if not proved.losses:
         return f"what {proved.method} multiplies from stage to stage"

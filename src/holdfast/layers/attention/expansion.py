@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from holdfast.attention.layer import join_heads, merge_heads, project, split_heads
+from holdfast.layers.attention.positions import Positions
 from holdfast.layers.expansion import LocalExpansion
-from holdfast.linalg import Array, Ball, forms
+from holdfast.linalg import Ball, forms
 from holdfast.linalg.directions import Directions
 from holdfast.linalg.graded import Graded, smaller
 from holdfast.linalg.rounding import frobenius_upper
@@ -39,8 +40,8 @@ class LocalAttention(LocalExpansion):
         self._h, self._residual = layer.h, layer.residual
         w = layer.weights(ball)
         maps = [join_heads(w.w_q * layer.scale), join_heads(w.w_k), join_heads(w.w_v), w.w_o.flatten(0, 1)]
-        self._rotary = layer.rotary
-        q, k = (self._turned(project(ball, *part)) for part in ((w.w_q, w.b_q), (w.w_k, w.b_k)))
+        self._at = at = Positions(layer.rotary)
+        q, k = at.turn(project(ball, w.w_q, w.b_q)), at.turn(project(ball, w.w_k, w.b_k))
         q, v = q * layer.scale, project(ball, w.w_v, w.b_v)
         # A common row of keys or values drops out of everything; without it numbers are smaller.
         k, v = k - k.mid.mean(-2, keepdim=True), v - v.mid.mean(-2, keepdim=True)
@@ -52,10 +53,7 @@ class LocalAttention(LocalExpansion):
             self._coefficient(frobenius_upper(weight.rad), frobenius_upper(weight.mid))
         self._coefficient(p.rad.sum(-1).amax((-2, -1)) * (1 + 1e-12), torch.ones_like(self.theta))
         self._w_q, self._w_k, self._w_v, self._w_o = (weight.mid for weight in maps)
-        # Positions turn by R_i; on absolute values by √2 ‖R_i‖ at most, pairs of entries being 2 x 2 matrices.
-        self._turn = 1.0 if layer.rotary is None else layer.rotary.norm
-        absolute = 1.0 if layer.rotary is None else math.sqrt(2) * self._turn * (1 + 1e-12)
-        self._size_q, self._size_k = (frobenius_upper(w) * absolute for w in (self._w_q, self._w_k))
+        self._size_q, self._size_k = (frobenius_upper(w) * at.absolute for w in (self._w_q, self._w_k))
         self._q, self._k, self._v, self._p = q.mid, k.mid, v.mid, p.mid
         self._seen = (p.mid != 0) | (p.rad != 0)  # keys that are not masked
         self._most_p = p.upper.clamp(min=0.0, max=1.0) * self._seen
@@ -82,7 +80,7 @@ class LocalAttention(LocalExpansion):
         self._value_far = self._lengths.amax(-1)
         keys = self._k.unsqueeze(-3) - (p @ self._k).unsqueeze(-2)  # (b, h, i, j, k)
         w_q, w_k, w_v = (w.reshape(len(w), self._h, -1).movedim(-2, 0) for w in (self._w_q, self._w_k, self._w_v))
-        by_query = self._turned_back(keys, 2) @ w_q.mT.unsqueeze(1)  # A (x_j - x̄_i), with the row's position
+        by_query = self._at.turn_back(keys) @ w_q.mT.unsqueeze(1)  # A (x_j - x̄_i), with the row's position
         self._query_gram = by_query @ by_query.mT  # (b, h, i, j, j)
         size = torch.linalg.vector_norm(self._k, dim=-1).amax((-2, -1)) * self._size_q
         self._query_size = size.reshape(-1, 1, 1)
@@ -91,30 +89,10 @@ class LocalAttention(LocalExpansion):
         self._by_query_std = thin_gram_norm(weight * by_query) * slack + lost
         size = torch.linalg.vector_norm(self._q, dim=-1).amax((-2, -1)) * self._size_k
         lost = (64 * self.theta * size).reshape(-1, 1, 1)
-        self._by_key = self._longest_query(w_k) * (1 + 1e-12) + lost  # ‖a_i‖
-        self._norm_q, self._norm_k = (thin_gram_norm(w, 3) * (self._turn * (1 + 1e-15)) for w in (w_q, w_k))
+        self._by_key = self._at.longest(self._q, w_k, self._seen) * (1 + 1e-12) + lost  # ‖a_i‖
+        self._norm_q, self._norm_k = (thin_gram_norm(w, 3) * (self._at.norm * (1 + 1e-15)) for w in (w_q, w_k))
         size = frobenius_upper(self._w_v) * frobenius_upper(self._w_o)
         self._norm_v = thin_gram_norm(w_v @ self._outer, 3) + 1e-12 * size
-
-    def _turned(self, q: Array) -> Array:
-        """Queries or keys (…, h, n, k) of all tokens, as their positions turn them."""
-        return q if self._rotary is None else self._rotary.turn(q)
-
-    def _turned_back(self, k: Tensor, tokens: int) -> Tensor:
-        """R_iᵀ k for vectors (b, h, n, n, k), with i along dimension 2 or 3."""
-        if self._rotary is None:
-            return k
-        other = 5 - tokens
-        return self._rotary.turn_back(k.movedim(other, 0)).movedim(0, other)
-
-    def _longest_query(self, w_k: Tensor) -> Tensor:
-        """(b, h, n) ‖a_i‖; with rotary positions it depends on the key's, and this is the largest of all."""
-        if self._rotary is None:
-            return torch.linalg.vector_norm(self._q @ w_k.mT, dim=-1)
-        n = self._q.shape[-2]
-        back = self._turned_back(self._q.unsqueeze(3).expand(-1, -1, -1, n, -1), 3)  # (b, h, i, j, k)
-        lengths = torch.linalg.vector_norm(back @ w_k.mT.unsqueeze(1), dim=-1)
-        return (lengths * self._seen).amax(-1)
 
     # -- jets
 
@@ -155,7 +133,7 @@ class LocalAttention(LocalExpansion):
     def _projected(self, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of tangents, (t, b, h, n, k)."""
         q, k, v = (split_heads(a @ w, self._h) for w in (self._w_q, self._w_k, self._w_v))
-        return self._turned(q), self._turned(k), v
+        return self._at.turn(q), self._at.turn(k), v
 
     def _centred(self, f: Tensor) -> Tensor:
         return f - (self._p * f).sum(-1, keepdim=True)
@@ -415,10 +393,8 @@ class LocalAttention(LocalExpansion):
     def push_size(self) -> Tensor:
         q0, k0, v0 = (torch.linalg.vector_norm(t, dim=-1).amax((-2, -1)) for t in (self._q, self._k, self._v))
         w_v, w_o = frobenius_upper(self._w_v), frobenius_upper(self._w_o)
-        length = self.u.shape[-2] ** 0.5
-        size: Tensor = length * w_o * (self._heads_together * (q0 * self._size_k + k0 * self._size_q) * v0 + w_v) + abs(
-            self._residual
-        )
+        logits = self._heads_together * (q0 * self._size_k + k0 * self._size_q)
+        size: Tensor = self.u.shape[-2] ** 0.5 * w_o * (logits * v0 + w_v) + abs(self._residual)
         return size
 
 

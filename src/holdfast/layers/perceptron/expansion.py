@@ -1,4 +1,4 @@
-"""Units between two linear maps, r x + φ(x W₁ + b₁) W₂ + b₂, expanded in what they take, which moves by h (b, n, units).
+"""Units between two linear maps, r x + φ(x W₁ + b₁) W₂ + b₂, expanded in what they take; that moves by h (b, n, units).
 
 Perceptrons are such maps; so are entrywise functions, and products by way of squares. r is a number, or one for every
 channel.
