@@ -36,7 +36,7 @@ _NEAR = 10.0  # how much nearer than that, in units of the precision, the search
 _ROUGH, _FARTHER = 0.3, 1.7  # of what sums of suprema prove to what is proved at last, about: at least, and at most
 _LARGE, _HOPELESS = 1024, 3.0  # coordinates from which on rests of so many times a margin end a trial at once
 _STEPS = 8  # improvements of the kinks' parameters
-_FEW, _BRANCHES = 512, 16384  # of a box: at most, where many are tried, and for one
+_FEW, _BRANCHES = 512, 8192  # of a box: at most, where many are tried, and for one
 
 
 def refusal(network: Network) -> str | None:
@@ -289,7 +289,7 @@ class Margins:
         if scale not in self._seen:
             return math.inf
         value, slope, proved = self.walk.margins, self._slopes, self._seen[scale].margins[self.walk.others]
-        bend = ((value - slope * scale - proved) / scale**2).clamp(min=0.0)
+        bend = ((value - slope * scale - proved) / scale / scale).clamp(min=0.0)
         ends = 2 * value / (slope + (slope.square() + 4 * bend * value).sqrt()).clamp(min=1e-250)
         return max(_BEYOND * float(ends.min()), (1 + _GUESS) * scale)
 
@@ -311,9 +311,9 @@ class Margins:
                 high, below = trial, lower.least
             if low >= scale or high <= low * (1 + precision / 2):
                 break
-            # Margins bend downwards: their chord meets zero on the safe side.
+            # Margins bend downwards: their chord meets zero on the safe side. Branches say only that one is positive.
             share = above / (above - below) if math.isfinite(below) else 0.5
-            trial = low + (high - low) * min(max(share, 0.1), 0.95)
+            trial = low + (high - low) * min(max(share, 0.1 if self.region.sides is None else 0.4), 0.95)
         for _ in range(_PROOFS):
             if low <= known:
                 break
