@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,9 +15,6 @@ from holdfast.attacks.minimal import MinimalAttack
 from holdfast.attention.rotary import Rotary
 from holdfast.compositions import certify_inputs
 from holdfast.compositions.forms import Margins, batches, heads, kinks, margins_over_box, refusal, softmax
-from holdfast.compositions.forms.branches import Branches
-from holdfast.compositions.forms.local import Problem
-from holdfast.compositions.forms.region import IndependentBlock, Region
 from holdfast.layers import Affine, Attention, ClassToken, HardProject, KinkedMlp, PatchEmbedding, TokenMean
 from holdfast.layers.piece import LinearPiece
 from holdfast.network import Head, Network, Residual
@@ -204,28 +200,3 @@ def test_overflow_proves_nothing() -> None:
     forms = Margins(network, x[0])
     for scale in (1e4, 1e160, math.inf):
         assert not forms.at(scale).least > 0
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_branches_against_corners(seed: int) -> None:
-    """Seven numbers move: where only kinks bend, enough branches bring the bound to the least value at a corner."""
-    dice, K, P = Dice(seed), 9, 7
-    sides = dice.normal(P).abs() + 0.1
-    sides = sides / sides.norm()
-    eye, every = torch.eye(P).double(), torch.arange(P)
-    region = Region(sides, eye, eye, 0.0, (IndependentBlock(every, every, slice(0, P)),))
-    x, scale = dice.normal(K, P), 1.5
-    reach = scale * x.abs() @ sides * (1 + 1e-12)
-    threshold = reach * (torch.rand(K, generator=torch.Generator().manual_seed(seed)).double() * 2.2 - 1.2)
-    kinks = {"weight": dice.normal(K).abs(), "x": x, "threshold": threshold, "reach": reach, "ceiling": threshold}
-    problem = replace(Problem.of(1.0, dice.normal(P)), **kinks)
-    A = dice.normal(P, P)
-    problem.form = -0.02 * A @ A.mT if seed % 2 else problem.form
-    corners = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0]).double()] * P) * sides * scale
-    value = 1 + corners @ problem.gradient - (corners @ x.mT - threshold).clamp(min=0.0) @ problem.weight
-    truth = float((value + ((corners @ problem.form) * corners).sum(-1)).min())  # least at a corner: it is concave
-    problem.value += 1e-6 - truth  # so that the search ends when the bound is there
-    found, _, parts = Branches(problem, region, scale).least()
-    assert found <= 1e-6 + 1e-12
-    assert found > (-0.2 if seed % 2 else -1e-9)  # the form is exact at one corner alone
-    assert parts > 1

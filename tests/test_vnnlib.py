@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 from holdfast import InputError
+from holdfast.clock import processor_seconds
 from holdfast.layers.tokens.pooling import ClassToken
 from holdfast.network.network import Head, Network
 from holdfast.vnnlib import Decision, Specification, decide, read_specification
-from holdfast.vnnlib.decide import _stored
+from holdfast.vnnlib.decide import _in_time, _Question, _stored
 from holdfast.vnnlib.search import Search
 from holdfast.vnnlib.specification import Box
 
@@ -139,6 +141,29 @@ def test_the_time_is_kept(tmp_path: Path) -> None:
     specification = read(tmp_path, DECLARED + UNIT + "(assert (<= Y_0 Y_1))")
     assert decide(identity(1.5), specification, shape=(1, 2), timeout=1e-9).verdict == "timeout"
     assert decide(identity(1.5), specification, shape=(1, 2), timeout=100).verdict == "unsat"
+
+
+class Endless(tuple[_Question, ...]):
+    """Questions that no processor comes to the end of."""
+
+    def __iter__(self) -> Iterator[_Question]:
+        while True:
+            pass
+
+
+@pytest.mark.parametrize("processor_time", [False, True], ids=["clock", "processor"])
+def test_a_proof_ends_when_its_time_is_over(processor_time: bool) -> None:
+    assert _in_time(Endless(), 0.5, processor_time) is None
+
+
+def test_the_processor_may_be_the_clock(tmp_path: Path) -> None:
+    specification = read(tmp_path, DECLARED + UNIT + "(assert (<= Y_0 Y_1))")
+    asked = {"shape": (1, 2), "processor_time": True}
+    assert decide(identity(1.5), specification, **asked, timeout=1e-9).verdict == "timeout"  # type: ignore[arg-type]
+    used = processor_seconds()
+    found = decide(identity(1.5), specification, **asked, timeout=100)  # type: ignore[arg-type]
+    assert found.verdict == "unsat"
+    assert 0.1 < found.seconds <= processor_seconds() - used  # of the proof's own process, which has to begin
 
 
 def test_counter_examples_are_those_of_the_model_itself(tmp_path: Path) -> None:

@@ -159,6 +159,10 @@ class VnncompStudy(Study[VnncompParameters]):
     parameters = VnncompParameters
     kinds: ClassVar = {"instance": DecidedInstance}
 
+    def stem(self, parameters: VnncompParameters) -> str:
+        """Seconds of another clock are in files of their own."""
+        return f"{self.name}-processor" if parameters.processor_time else self.name
+
     def quick(self) -> VnncompParameters:
         return VnncompParameters(("pgd_2_3_16",), 1, 30.0)
 

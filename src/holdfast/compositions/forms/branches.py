@@ -24,7 +24,6 @@ from torch import Tensor
 from holdfast.compositions.forms.local import THETA, Problem
 from holdfast.compositions.forms.region import Region
 
-_MOST = 4096  # branches
 _TOGETHER = 32  # that are divided at once
 _ASCENT = 12  # steps on the multipliers
 _AIM = 0.02  # what the steps aim at, as a share of the margin at the centre
@@ -47,6 +46,7 @@ class _Leaves:
         alpha: (B, V) slopes of the kinks that are gained.
         bound: (B) lower bounds of the margin, as far as it is at most θ.
         following: (B) the kink at which to divide, -1 for none.
+        model: (B) what kinks, gains and the linear function are together where the branch's minorant is least.
     """
 
     state: Tensor
@@ -56,6 +56,7 @@ class _Leaves:
     alpha: Tensor
     bound: Tensor
     following: Tensor
+    model: Tensor
 
     def __getitem__(self, index: Tensor) -> _Leaves:
         return _Leaves(*(part[index] for part in vars(self).values()))
@@ -117,19 +118,24 @@ class Branches:
         unsure = 16 * THETA * len(form) * float(torch.linalg.matrix_norm(form)) * r * r
         self._value -= at_corner + apart + unsure + 1e-11 * (abs(at_corner) + apart)
 
-    def least(self) -> tuple[float, Tensor, int]:
-        """A lower bound of the margin, the first point y where its minorant is least, and the number of branches."""
+    def least(self, most: int) -> tuple[float, Tensor, int]:
+        """A lower bound of the margin, the first point y where its minorant is least, and how many branches it took.
+
+        Args:
+            most: branches, about, after which the search ends.
+        """
         problem = self._problem
         K, V = len(problem.weight), len(problem.gain)
         zero, none = torch.zeros(1, K, dtype=torch.float64), torch.full((1,), -math.inf, dtype=torch.float64)
         reach, alpha = problem.reach.unsqueeze(0), torch.full((1, V), 0.5, dtype=torch.float64)
-        leaves = _Leaves(zero, -reach, reach, zero, alpha, none, torch.full((1,), -1))
+        leaves = _Leaves(zero, -reach, reach, zero, alpha, none, torch.full((1,), -1), -none)
         whole, lines = self._ascended(leaves)
         point = self._corners(lines)[0]
         if bool(whole.bound > self._enough):
             return float(whole.bound), point, 1
         leaves = self._bounded(whole, _ROUNDS, K)
-        while len(leaves.bound) < _MOST:
+        # At every point some branch has at least the cost that all kinks have there together.
+        while len(leaves.bound) < most and bool((leaves.model > self._enough).all()):
             worst = self._open(leaves)
             worst = worst[leaves.bound[worst].argsort()[:_TOGETHER]]
             if not len(worst) or bool((leaves.following[worst[:1]] < 0).any()):
@@ -165,14 +171,19 @@ class Branches:
             if not len(self._open(leaves)):
                 break
             leaves, lines = self._ascended(self._shortened(leaves, lines, kinks))
-        seen = self._corners(lines) @ self._rows.mT
+        problem, y = self._problem, self._corners(lines)
+        seen = y @ self._rows.mT
+        cost = problem.weight * (seen - problem.threshold).clamp(min=0.0)
+        gained = problem.gain * (y @ self._rising.mT - problem.begin).clamp(min=0.0)
+        model = self._value + y @ self._slope - cost.sum(-1) + gained.sum(-1)
         gain, start = self._chords(leaves.low, leaves.high)
-        gap = self._problem.weight * (gain * seen + start - (seen - self._problem.threshold).clamp(min=0.0))
+        gap = problem.weight * (gain * seen + start) - cost
         gap = torch.cat(
             [torch.where(leaves.state == 0, gap, -math.inf), torch.zeros_like(leaves.bound).unsqueeze(-1)], -1
         )
         largest = gap.argmax(-1)
-        return replace(leaves, following=torch.where(largest < leaves.state.shape[-1], largest, -1))
+        following = torch.where(largest < leaves.state.shape[-1], largest, -1)
+        return replace(leaves, following=following, model=model)
 
     def _ascended(self, leaves: _Leaves) -> tuple[_Leaves, _Lines]:
         """Multipliers improved step by step, and the lines of the best ones."""

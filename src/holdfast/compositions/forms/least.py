@@ -75,21 +75,21 @@ class Minorant:
         self._origin = torch.minimum(torch.zeros_like(threshold), threshold - 0.15 * problem.reach - 1e-12)
         self._last = self._origin  # of the last guess, from which the next one begins
 
-    def least(self, scale: float, steps: int, *, prove: bool = True) -> Least:
+    def least(self, scale: float, steps: int, branches: int, *, prove: bool = True) -> Least:
         """A lower bound of the margin over the region at this scale, or a guess of what would be proved."""
         nowhere = Least(-math.inf, self._nowhere)
         if not self.problem.finite:
             return nowhere
         try:
-            branches = nowhere if self._region.sides is None else self._branched(scale)
-            if branches.value > 0:
-                return branches
-            return max(branches, self._improved(scale, steps, prove), key=lambda bound: bound.value)
+            branched = nowhere if self._region.sides is None else self._branched(scale, branches)
+            if branched.value > 0:
+                return branched
+            return max(branched, self._improved(scale, steps, prove), key=lambda bound: bound.value)
         except RuntimeError:  # numbers near overflow, of which nothing can be proved
             return nowhere
 
-    def _branched(self, scale: float) -> Least:
-        value, y, parts = Branches(self.problem, self._region, scale).least()
+    def _branched(self, scale: float, branches: int) -> Least:
+        value, y, parts = Branches(self.problem, self._region, scale).least(branches)
         return Least(value if math.isfinite(value) else -math.inf, self._region.basis.mT @ y, parts)
 
     def _improved(self, scale: float, steps: int, prove: bool) -> Least:

@@ -33,20 +33,22 @@ class Size:
         scale: the factor of all first-order rows.
         radius: a bound of scale · ‖a‖, and at least the scale.
         region: all a.
+        careful: whether sums of several rows are bounded over a cube itself, not only over the ball around it.
     """
 
     scale: float
     radius: float
     region: Region
+    careful: bool = True
 
     @classmethod
-    def of(cls, region: Region, scale: float) -> Size:
-        return cls(scale, max(1.0, region.radius) * scale * (1 + 1e-14), region)
+    def of(cls, region: Region, scale: float, careful: bool = True) -> Size:
+        return cls(scale, max(1.0, region.radius) * scale * (1 + 1e-14), region, careful)
 
     def cube(self, rows: Tensor) -> Tensor | None:
         """(K, P) coefficients of the rows x·a on the cube's coordinates over their sides; None for a ball."""
         region = self.region
-        return None if region.sides is None else region.spread(rows) * region.sides
+        return region.spread(rows) * region.sides if self.careful and region.sides is not None else None
 
 
 @dataclass

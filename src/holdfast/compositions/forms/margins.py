@@ -30,10 +30,13 @@ _SLIGHT = 0.005  # a rest of this share of a function's first order is not made 
 _BEGIN = 0.75  # the first scale that is tried, as a share of the first-order one
 _FAR, _BLIND = 4.0, 10  # a scale beyond which the search goes down by square roots, so often at most
 _SETTLED, _TRIALS, _PROOFS = 8, 8, 4  # scales for which rests are settled, tried for each, and proved at most
+_GUESS = 0.03  # the precision of the scale at which the search begins
+_BEYOND = 1.02  # how far beyond the scale that is expected the search goes
 _NEAR = 10.0  # how much nearer than that, in units of the precision, the search does not come
 _ROUGH, _FARTHER = 0.3, 1.7  # of what sums of suprema prove to what is proved at last, about: at least, and at most
 _LARGE, _HOPELESS = 1024, 3.0  # coordinates from which on rests of so many times a margin end a trial at once
 _STEPS = 8  # improvements of the kinks' parameters
+_FEW, _BRANCHES = 512, 8192  # of a box: at most, where many are tried, and for one
 
 
 def refusal(network: Network) -> str | None:
@@ -141,23 +144,27 @@ class Margins:
             raise InputError(f"the scale of a region is {scale}; expected a number that is not negative")
         if scale not in self._seen:
             with torch.no_grad():
-                self._seen[scale] = self._lower(scale, self._settle(scale))
+                boxed = self.region.sides is not None
+                lower = self._lower(scale, self._settle(scale, careful=False)) if boxed else None
+                if lower is None or not lower.least > 0:
+                    lower = self._lower(scale, self._settle(scale), branches=_BRANCHES)
+                self._seen[scale] = lower
         return self._seen[scale]
 
-    def _settle(self, scale: float) -> _Settled:
+    def _settle(self, scale: float, careful: bool = True) -> _Settled:
         """Every local learns of the scale; then what the margins lose."""
-        moved, radius = self._moved(scale), Size.of(self.region, scale).radius
+        size = Size.of(self.region, scale, careful)
+        moved, radius = self._moved(size), size.radius
         tiny = (self._margins.tiny(scale, moved[:-1]) + self.walk.row_error * moved[-1]) * (1 + 1e-12)
         if self._batches.expanded:
             orders = self._batches.at_end(radius)
             return _Settled(radius, tiny, tiny + sum(orders), {}, orders)
         return _Settled(radius, tiny, tiny + self._batches.ranges([self._batches.ends], radius)[0], {})
 
-    def _moved(self, scale: float) -> Tensor:
+    def _moved(self, size: Size) -> Tensor:
         """Bounds of ‖δ‖ at all places, and at the features."""
-        size = Size.of(self.region, scale)
         moved = torch.zeros(len(self.walk.places) + 1, dtype=torch.float64)
-        u = self.region.reach * scale + self.walk.start_defect
+        u = self.region.reach * size.scale + self.walk.start_defect
         for members, skip, join in self.walk.stages:
             v = u
             for i in members:
@@ -196,7 +203,7 @@ class Margins:
             attention.output_rests = batches.ranges(batches.outputs[i], size.radius)[0]
         return moves
 
-    def _lower(self, scale: float, settled: _Settled, prove: bool = True) -> Lower:
+    def _lower(self, scale: float, settled: _Settled, prove: bool = True, branches: int = _FEW) -> Lower:
         """The margins in order of a cheap bound; a trust-region problem for those that it leaves in question.
 
         What was settled for a scale holds on all smaller ones. Without a proof these are guesses of what it would give.
@@ -211,7 +218,7 @@ class Margins:
             if float(cheap[s]) >= worst or worst <= 0:
                 break
             minorant = self._minorant(s, settled)
-            lowest = minorant.least(scale, _STEPS, prove=prove)
+            lowest = minorant.least(scale, _STEPS, branches, prove=prove)
             bound, parts = max(lowest.value, float(cheap[s])), max(parts, lowest.parts)
             margins[walk.others[s]] = bound
             if not bound >= worst:
@@ -263,7 +270,7 @@ class Margins:
             return known if self.at(known).least > 0 else 0.0
         try:
             self._sharp = False  # these cost little, and tell where to begin
-            roughly = self._searched(_BEGIN * most, most, 0.0, precision, _ROUGH * known)
+            roughly = self._searched(_BEGIN * most, most, 0.0, max(precision, _GUESS), _ROUGH * known)
         finally:
             self._sharp = True
         if roughly * (1 + precision) >= most:
@@ -296,8 +303,17 @@ class Margins:
             elif failed:
                 scale = math.sqrt(proved) * math.sqrt(most)
             else:
-                scale = min(most / (1 + precision / 2), _FARTHER * scale)
+                scale = min(most / (1 + precision / 2), _FARTHER * scale, self._expected(scale))
         return proved
+
+    def _expected(self, scale: float) -> float:
+        """A bit beyond where margins that are proved at a scale may end, if they bend as they did up to there."""
+        if scale not in self._seen:
+            return math.inf
+        value, slope, proved = self.walk.margins, self._slopes, self._seen[scale].margins[self.walk.others]
+        bend = ((value - slope * scale - proved) / scale / scale).clamp(min=0.0)
+        ends = 2 * value / (slope + (slope.square() + 4 * bend * value).sqrt()).clamp(min=1e-250)
+        return max(_BEYOND * float(ends.min()), (1 + _GUESS) * scale)
 
     def _largest_settled(self, scale: float, known: float, precision: float) -> float:
         """The largest scale with positive margins, given the rests of one that is no smaller; at least `known`.
@@ -317,9 +333,9 @@ class Margins:
                 high, below = trial, lower.least
             if low >= scale or high <= low * (1 + precision / 2):
                 break
-            # Margins bend downwards: their chord meets zero on the safe side.
+            # Margins bend downwards: their chord meets zero on the safe side. Branches say only that one is positive.
             share = above / (above - below) if math.isfinite(below) else 0.5
-            trial = low + (high - low) * min(max(share, 0.1), 0.95)
+            trial = low + (high - low) * min(max(share, 0.1 if self.region.sides is None else 0.4), 0.95)
         for _ in range(_PROOFS):
             if low <= known:
                 break
