@@ -55,6 +55,7 @@ class Jets:
         # At degrees 2 and 3: sizes at the inputs of all places, and what rounding did in each.
         self._sizes, self._defects = torch.zeros(2, 2, len(walk.places) + 1, dtype=torch.float64)
         self._accuracy: dict[int, Tensor] = {}
+        self._longest: dict[int, float] = {}  # covectors
         self._steps = self._walked()
 
     @staticmethod
@@ -70,12 +71,17 @@ class Jets:
         place, T = next(self._steps)
         assert place == i
         # Functions are computed in another order than by their covectors, within this of ‖T‖.
-        self._accuracy[i] = 4 * error + 8 * THETA * frobenius_upper(covectors)
+        lengths = frobenius_upper(covectors)
+        self._accuracy[i], self._longest[i] = 4 * error + 8 * THETA * lengths, float(lengths.amax())
         if T is None:
             self._kept[i] = torch.zeros(len(covectors), len(self._directions.first), dtype=torch.float64)
             self.second[i] = torch.zeros(len(covectors), dtype=torch.float64)
+            self._walk.local(i).meet(2, self._kept[i], self._directions.count, 0.0, self._directions)
             return
         self._kept[i] = seen = self._walk.local(i).functions(T)
+        if self._twisted:
+            unsure = float(self._accuracy[i].amax() * self._sizes[0, i])
+            self._walk.local(i).meet(2, seen, self._directions.count, unsure, self._directions)
         self.second[i] = self._norms(seen, self._accuracy[i] * self._sizes[0, i])
 
     def finish(self) -> None:
@@ -158,7 +164,7 @@ class Jets:
         """Third orders, for triples with one first direction after the other; squares of all norms are added."""
         walk, twists = self._walk, {}
         for i, second in self._kept.items():
-            size = float(self._sizes[0, i] * self._accuracy[i].amax()) / THETA  # more than ‖c‖‖T‖
+            size = float(self._sizes[0, i]) * self._longest[i] * (1 + 1e-9)
             twists[i], self._defects[1, i] = walk.local(i).third_order(second, size, self._directions)
         squares = {i: torch.zeros(len(x), dtype=torch.float64) for i, x in self.second.items()}
         sizes, defects = torch.zeros_like(self._sizes)
@@ -176,7 +182,9 @@ class Jets:
                     if place.local is not None:
                         new = twists[i](triples) / 3
                         if U is not None:
-                            squares[i] += place.local.functions(U).square() @ count
+                            seen = place.local.functions(U)
+                            squares[i] += seen.square() @ count
+                            place.local.meet(3, seen, count, 0.0, self._directions)
                             pushed, lost = place.local.push(U)
                             new += pushed
                             defects[i] += count @ (lost + 4 * UNIT * frobenius_upper(new)).square()
@@ -195,7 +203,10 @@ class Jets:
         # What was added at one place in three ways is at most √3 of its length.
         self._defects[1] += (3 * defects).sqrt() * (1 + 1e-9)
         for i, square in squares.items():
-            self.third[i] = (square.sqrt() + self._accuracy[i] * self._sizes[1, i]) * (1 + 1e-9)
+            unsure = self._accuracy[i] * self._sizes[1, i]
+            self.third[i] = (square.sqrt() + unsure) * (1 + 1e-9)
+            if i < end:
+                walk.local(i).meet(3, torch.zeros(len(square), 1).double(), count[:1], float(unsure.amax()), self._directions)
 
 
 def _through_linear(piece: object, u: Tensor, T: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms.local import Local, Problem, Size, Twist
+from holdfast.compositions.forms.local import Local, Problem, Rests, Size, Twist
 from holdfast.compositions.forms.suprema import Squares, hinges, worth
 from holdfast.compositions.forms.units import Wiring, Written, spread
 from holdfast.layers.activation.base import Activation
@@ -115,8 +115,8 @@ class Kinks(Local):
     def prepare(self, mu: Tensor) -> Written:
         return Written.of(self._wiring, mu[:, self._tokens], self._strength)
 
-    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float, third: Tensor | None) -> float:
-        self._size = size
+    def settle(self, size: Size, rests: Rests, moved: float) -> float:
+        self._size, low, high = size, rests.low, rests.high
         reach = self._first * size.scale
         rest = torch.where(self._side > 0, high, low)
         threshold = self._distance - rest - (self._distance.abs() + rest) * 1e-15
@@ -141,7 +141,13 @@ class Kinks(Local):
         return written.c, written.size
 
     def range(
-        self, prepared: Written | None, varying: Tensor | None, enough: Tensor | None = None, *, bent: bool = True
+        self,
+        prepared: Written | None,
+        varying: Tensor | None,
+        enough: Tensor | None = None,
+        *,
+        bent: bool = True,
+        earlier: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         c = error = wrong = torch.zeros((), dtype=torch.float64)
         if prepared is not None:

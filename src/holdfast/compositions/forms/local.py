@@ -49,6 +49,27 @@ class Size:
         return None if region.sides is None else region.spread(rows) * region.sides
 
 
+@dataclass(frozen=True)
+class Rests:
+    """What a place's functions (K) have beyond first order on a region: between -low and high.
+
+    Attributes:
+        tiny: how much of that is rounding, and not the rest of an earlier place.
+        third: how much of it is beyond their second order, where that is known as one form; `fourth` the same of the
+            third order.
+    """
+
+    low: Tensor
+    high: Tensor
+    tiny: Tensor
+    third: Tensor | None = None
+    fourth: Tensor | None = None
+
+    @property
+    def most(self) -> Tensor:
+        return torch.maximum(self.low, self.high)
+
+
 @dataclass
 class Problem:
     """What is taken off one margin: a quadratic polynomial of b = scale · a, numbers, and kinks with a free parameter.
@@ -194,6 +215,12 @@ class Local(ABC):
     def functions(self, T: Tensor) -> Tensor:
         """The functions that `covectors` has named, of (m, n, d), as (K, m)."""
 
+    def meet(self, degree: int, order: Tensor, count: Tensor, unsure: float, directions: Directions) -> None:
+        """Takes notice of its functions' second order (K, pairs), or of a part (K, triples) of the third.
+
+        Every coefficient stands for so many; what is computed of a function is accurate within `unsure`.
+        """
+
     @abstractmethod
     def third_order(self, second: Tensor, size: float, directions: Directions) -> tuple[Twist, float]:
         """The third order of f, from first order and `second` (K, pairs), the second order of its functions.
@@ -219,22 +246,27 @@ class Local(ABC):
         """What does not depend on the scale, for covectors (S, n, c) at the output."""
 
     @abstractmethod
-    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float, third: Tensor | None) -> float:
-        """Takes notice of the scale and of what the functions have beyond first order, between -low and high.
-
-        Of that, at most `tiny` is rounding, and not the rest of an earlier place; and at most `third` is beyond their
-        known second order, where there is one.
+    def settle(self, size: Size, rests: Rests, moved: float) -> float:
+        """Takes notice of the scale and of what the functions have beyond first order.
 
         Returns a bound of ‖f(ũ + δ) - f(ũ)‖ over the tokens that matter, given ‖δ‖ <= moved.
         """
 
     @abstractmethod
     def range(
-        self, prepared: Any | None, varying: Tensor | None, enough: Tensor | None = None, *, bent: bool = True
+        self,
+        prepared: Any | None,
+        varying: Tensor | None,
+        enough: Tensor | None = None,
+        *,
+        bent: bool = True,
+        earlier: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(S), (S): -low <= ⟨μ, e⟩ <= high on the region, for every covector of a batch; None stands for zeros.
 
-        Unless `bent`, the same without the second order of e, and where `third` was given without its third order.
+        Unless `bent`, the same without the second order of e, and where rests beyond third order were given without
+        its third order. Then, where all ways of the covectors lead through this place, `earlier` bounds what earlier
+        places add beyond third order.
 
         Where covectors vary with G, `varying` (S, M) bounds by how much, for the M numbers that `seen` gives of each.
         Bounds below `enough` (S) need not be sharper.

@@ -149,8 +149,8 @@ class Margins:
         moved, radius = self._moved(scale), Size.of(self.region, scale).radius
         tiny = (self._margins.tiny(scale, moved[:-1]) + self.walk.row_error * moved[-1]) * (1 + 1e-12)
         if self._batches.expanded:
-            orders = self._batches.at_end(radius)
-            return _Settled(radius, tiny, tiny + sum(orders), {}, orders)
+            orders = self._batches.at_end(radius, tiny)
+            return _Settled(radius, tiny, tiny + self._batches.unsure(radius) + sum(orders), {}, orders)
         return _Settled(radius, tiny, tiny + self._batches.ranges([self._batches.ends], radius)[0], {})
 
     def _moved(self, scale: float) -> Tensor:
@@ -185,13 +185,12 @@ class Margins:
         tiny = (functions.tiny(size.scale, moved[:-1]) + error * moved[i]) * (1 + 1e-12)
         batches, local = self._batches, self.walk.local(i)
         enough = (_SLIGHT * size.scale if self._sharp else math.inf) * batches.suprema[i].clamp(min=1e-300)
-        below, above, third = batches.beyond(i, size.radius, enough)
-        self.beyond[i] = low, high = (tiny + below) * (1 + 1e-10), (tiny + above) * (1 + 1e-10)
+        rests = batches.beyond(i, size.radius, enough, tiny)
+        self.beyond[i] = rests.low, rests.high
         attention = local.attention
         if attention is not None and i in batches.bends:
             attention.bending = batches.ranges(batches.bends[i], size.radius)[0]
-        third = None if third is None else (third + tiny) * (1 + 1e-10)
-        moves = local.settle(size, low, high, tiny, float(moved[i]), third)
+        moves = local.settle(size, rests, float(moved[i]))
         if attention is not None and i in batches.outputs:
             attention.output_rests = batches.ranges(batches.outputs[i], size.radius)[0]
         return moves

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms.local import Local, Problem, Size, Twist
+from holdfast.compositions.forms.local import Local, Problem, Rests, Size, Twist
 from holdfast.compositions.forms.softmax import Softmax
 from holdfast.compositions.forms.third import Triples
 from holdfast.layers.beside import KinkedBeside, SmoothBeside
@@ -73,6 +73,9 @@ class Waiting(Local):
     def functions(self, T: Tensor) -> Tensor:
         return self._inner.functions(self._part.take(T))
 
+    def meet(self, degree: int, order: Tensor, count: Tensor, unsure: float, directions: Directions) -> None:
+        self._inner.meet(degree, order, count, unsure, directions)
+
     def third_order(self, second: Tensor, size: float, directions: Directions) -> tuple[Twist, float]:
         twist, defect = self._inner.third_order(second, size, directions)
 
@@ -93,14 +96,20 @@ class Waiting(Local):
     def prepare(self, mu: Tensor) -> Any:
         return self._inner.prepare(self._part.new(mu))
 
-    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float, third: Tensor | None) -> float:
-        out = self._inner.settle(size, low, high, tiny, moved * self._root * (1 + 1e-12), third)
+    def settle(self, size: Size, rests: Rests, moved: float) -> float:
+        out = self._inner.settle(size, rests, moved * self._root * (1 + 1e-12))
         return (moved + out) * (1 + 1e-12)
 
     def range(
-        self, prepared: Any | None, varying: Tensor | None, enough: Tensor | None = None, *, bent: bool = True
+        self,
+        prepared: Any | None,
+        varying: Tensor | None,
+        enough: Tensor | None = None,
+        *,
+        bent: bool = True,
+        earlier: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return self._inner.range(prepared, varying, enough, bent=bent)
+        return self._inner.range(prepared, varying, enough, bent=bent, earlier=earlier)
 
     def take(self, prepared: Any, s: int, problem: Problem, varying: Tensor | None) -> None:
         self._inner.take(prepared, s, problem, varying)
