@@ -13,7 +13,7 @@ from forms_cases import above_minorant, worst_excess
 from holdfast import AttentionLayer
 from holdfast.attacks.minimal import MinimalAttack
 from holdfast.compositions import certify_inputs
-from holdfast.compositions.forms import Margins, margins, margins_over_box, margins_over_parts, smooth
+from holdfast.compositions.forms import Margins, jets, margins, margins_over_box, margins_over_parts, smooth, softmax
 from holdfast.compositions.forms.normalised import Normalised
 from holdfast.layers import (
     Affine,
@@ -37,6 +37,7 @@ from holdfast.network import Head, Network, Residual
 from holdfast.testing.draw import Dice
 
 D, UNITS, CLASSES = 4, 6, 3
+ORDERS = (1, 2, 3)
 KINDS = ("pre-norm", "post-norm", "activations", "entries", "sorted", "norms", "beside")
 
 
@@ -81,12 +82,23 @@ def draw(kind: str, seed: int, size: float = 1.0) -> tuple[Network, Tensor]:
         "sorted": [Affine(dice.normal(D, D)), PairSort(), Affine(dice.normal(D, D)), PairSort(), leaky(0.01)],
         "norms": [norm(), Affine(dice.normal(D, D)), SmoothProject(1.5), mlp("gelu"), norm()],
         "one norm": [norm()],
+        "units": [mlp("gelu"), mlp("tanh", 0.5)],
     }
     pool = ClassToken(1) if kind == "post-norm" else TokenMean(3)
     head = Head(dice.normal(CLASSES, D), 0.3 * dice.normal(CLASSES))
+    if kind == "smooth beside":
+        stages[kind] = [*_beside(attention(), norm(), mlp("gelu"))]
     if kind == "beside":
         stages[kind] = [*_beside(attention(), norm(), mlp("gelu"), leaky(0.1)), Affine(dice.normal(D, D))]
     return Network([*stages[kind], pool], head, kind), dice.normal(1, 3, D)
+
+
+def _up_to(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets forms know the functions' own orders up to the first, the second or the third, as if more cost too much."""
+    if most < 3:
+        monkeypatch.setattr(jets, "_TWISTS", 0.0)
+    if most < 2:
+        monkeypatch.setattr(jets, "_NUMBERS", 0)
 
 
 def _beside(*pieces: Piece) -> list[Piece]:
@@ -101,7 +113,9 @@ def _beside(*pieces: Piece) -> list[Piece]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("box", [False, True])
-def test_no_attack_goes_beyond(kind: str, box: bool) -> None:
+@pytest.mark.parametrize("most", ORDERS)
+def test_no_attack_goes_beyond(kind: str, box: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _up_to(most, monkeypatch)
     for seed, scale in ((1, 0.1), (2, 0.5)) if box else ((0, 0.02), (1, 0.1)):
         network, x = draw(kind, seed)
         shape = torch.exp(0.5 * Dice(seed).normal(*x.shape[1:])) if box else None
@@ -112,8 +126,10 @@ def test_no_attack_goes_beyond(kind: str, box: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_second_order_is_exact(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", ORDERS)
+def test_second_order_is_exact(kind: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a margin loses beyond first order at a small radius is its Hessian's, up to what is cubic."""
+    _up_to(most, monkeypatch)
     monkeypatch.setattr(margins, "_TRIFLE", 0.0)
     network, x = draw(kind, 3)
     forms, radius = Margins(network, x[0]), 1e-4
@@ -132,13 +148,15 @@ def test_second_order_is_exact(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert lower.least == pytest.approx(expected, abs=0.05 * float(H.norm()) * radius**2 + 1e-11)
 
 
-def test_radius_is_below_every_attack_and_names_its_losses() -> None:
+@pytest.mark.parametrize("most", ORDERS)
+def test_radii_are_below_every_attack_and_name_their_losses(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _up_to(most, monkeypatch)
     network, x = draw("pre-norm", 4)
     (record,) = certify_inputs(network, x, method="forms")
     attack = MinimalAttack()(network, x, torch.tensor([record.prediction])).radius
     assert 0.02 * float(attack) < record.radius <= float(attack)
-    names = {"first order", "second order", "activation rest", "normalisation rest", "attention rest", "carried rests"}
-    assert record.losses.keys() >= names
+    rests = {"activation rest", "normalisation rest", "attention rest"} if most < 3 else {"third order"}
+    assert record.losses.keys() >= {"first order", "second order", "carried rests"} | rests
 
 
 FAULTS = {  # the draws that show them, and the scale
@@ -157,6 +175,7 @@ def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
         self._third, self._number, self._form = 0 * self._third, 0 * self._number, 0 * self._form
         return moved
 
+    _up_to(1, monkeypatch)
     if fault == "drift":
         monkeypatch.setattr(smooth.SmoothUnits, "settle", without_drift)
     elif fault == "second order":
@@ -169,6 +188,69 @@ def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
         assert worst_excess(Margins(network, x[0]), x, scale, None, seed) > 1e-9
     else:
         assert above_minorant(network, x, scale, seed) > 1e-9
+
+
+@pytest.mark.parametrize("kind", ["pre-norm", "post-norm", "norms", "smooth beside"])
+def test_orders_are_derivatives(kind: str) -> None:
+    """The margins' second and third orders against automatic differentiation."""
+    network, x = draw(kind, 3)
+    forms = Margins(network, x[0])
+    found, s = forms._batches.jets, 0
+    assert found is not None
+    y, j = forms.prediction, forms.walk.others[s]
+
+    def margin(flat: Tensor) -> Tensor:
+        logits: Tensor = network((x.flatten() + forms.region.basis @ flat).reshape(x.shape))[0]
+        return logits[y] - logits[j]
+
+    zero = torch.zeros(forms.region.p, dtype=torch.float64)
+    hessian = torch.func.hessian(margin)
+    torch.testing.assert_close(found.forms[s], hessian(zero) / 2, rtol=1e-9, atol=1e-11)
+    third = torch.func.jacrev(hessian)(zero) / 6
+    end = len(forms.walk.places)
+    assert float(found.third[end][s]) == pytest.approx(float(third.norm()), rel=1e-6)
+
+
+ORDER_FAULTS = ("second", "third", "beyond attention", "beyond units", "beyond norms", "what v has")
+
+
+@pytest.mark.parametrize("fault", ORDER_FAULTS)
+def test_faults_planted_in_orders_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, seed, scale = "pre-norm", 2, 0.1
+    finish, settle, turned = jets.Jets.finish, smooth.SmoothUnits.settle, Normalised._turned
+
+    def short(self: jets.Jets) -> None:
+        finish(self)
+        orders = getattr(self, fault)
+        orders |= {i: 0.1 * norms for i, norms in orders.items()}
+
+    def flat(self: smooth.SmoothUnits, *args: Any) -> float:
+        moved = settle(self, *args)
+        self._left = 0 * self._left
+        return moved
+
+    if fault in ("second", "third"):
+        kind, scale = "norms", 0.02 if fault == "second" else 0.15
+        monkeypatch.setattr(jets.Jets, "finish", short)
+    elif fault == "beyond attention":
+        monkeypatch.setattr(softmax, "beyond_third", lambda heads, one, third: 0 * one.error)
+        kind, scale = "post-norm", 0.3
+    elif fault == "beyond units":
+        monkeypatch.setattr(smooth.SmoothUnits, "settle", flat)
+        kind, scale = "units", 0.5
+    elif fault == "beyond norms":
+        monkeypatch.setattr(Normalised, "_beyond_third", lambda self, one, *_: 0 * one.size.sum(-1))
+        kind, scale = "one norm", 0.3
+    else:
+        monkeypatch.setattr(Normalised, "_turned", lambda self, *a: tuple(0.0 * x for x in turned(self, *a)))
+        kind, scale = "norms", 0.2
+    worst = max(worst_excess(Margins(*_alone(kind, s)), draw(kind, s)[1], scale, None, s) for s in range(seed, seed + 4))
+    assert worst > 1e-9
+
+
+def _alone(kind: str, seed: int) -> tuple[Network, Tensor]:
+    network, x = draw(kind, seed)
+    return network, x[0]
 
 
 def test_parts_prove_what_the_whole_does_not() -> None:

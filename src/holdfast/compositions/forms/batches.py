@@ -155,7 +155,7 @@ class Batches:
     @property
     def expanded(self) -> bool:
         """Whether margins have a second and a third order, in which all places meet."""
-        return self.jets is not None and bool(self.jets.third) and all(self._walk.local(i).smooth for i in self.of)
+        return self.jets is not None and bool(self.jets.third)
 
     def beyond(self, i: int, radius: float, enough: Tensor, tiny: Tensor) -> Rests:
         """What a place's functions have beyond first order, with `tiny` for the rounding of that."""

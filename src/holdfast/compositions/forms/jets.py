@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from holdfast.compositions.forms.local import THETA, Local
+from holdfast.compositions.forms.local import THETA, SmoothLocal
 from holdfast.compositions.forms.region import Region
 from holdfast.compositions.forms.third import Triples
 from holdfast.compositions.forms.walk import CentreWalk, Covectors
@@ -60,7 +60,9 @@ class Jets:
 
     @staticmethod
     def affordable(walk: CentreWalk, region: Region) -> bool:
-        """Whether T fits into memory, and the norms of all functions into a minute."""
+        """Whether all places are smooth, T fits into memory, and the norms of all functions into a minute."""
+        if not all(isinstance(walk.local(i), SmoothLocal) for i in walk.curved):
+            return False
         widest = max((place.u.numel() for place in walk.places), default=0)
         functions = sum(walk.local(i).scalars for i in walk.curved)
         fits = region.p * (region.p + 1) // 2 * widest <= _NUMBERS
@@ -76,12 +78,11 @@ class Jets:
         if T is None:
             self._kept[i] = torch.zeros(len(covectors), len(self._directions.first), dtype=torch.float64)
             self.second[i] = torch.zeros(len(covectors), dtype=torch.float64)
-            self._walk.local(i).meet(2, self._kept[i], self._directions.count, 0.0, self._directions)
+            self._local(i).meet(2, self._kept[i], self._directions.count, 0.0, self._directions)
             return
-        self._kept[i] = seen = self._walk.local(i).functions(T)
-        if self._twisted:
-            unsure = float(self._accuracy[i].amax() * self._sizes[0, i])
-            self._walk.local(i).meet(2, seen, self._directions.count, unsure, self._directions)
+        self._kept[i] = seen = self._local(i).functions(T)
+        unsure = float(self._accuracy[i].amax() * self._sizes[0, i])
+        self._local(i).meet(2, seen, self._directions.count, unsure, self._directions)
         self.second[i] = self._norms(seen, self._accuracy[i] * self._sizes[0, i])
 
     def finish(self) -> None:
@@ -97,6 +98,11 @@ class Jets:
         if self._twisted:
             self._twist(end)
         self._kept.clear()
+
+    def _local(self, i: int) -> SmoothLocal:
+        local = self._walk.local(i)
+        assert isinstance(local, SmoothLocal)
+        return local
 
     def _norms(self, pairs: Tensor, error: Tensor) -> Tensor:
         """(K) bounds of the norms of forms (K, pairs) that are known up to an error."""
@@ -127,7 +133,7 @@ class Jets:
                     self._sizes[0, i] = self._length(T)
                 if place.local is not None:
                     yield i, T
-                    T = self._through(i, place.local, T)
+                    T = self._through(i, self._local(i), T)
                 elif T is not None:
                     T, lost = _through_linear(place.piece, place.u, T)
                     self._defects[0, i] = self._length(lost)
@@ -137,7 +143,7 @@ class Jets:
                 self._defects[0, members[-1]] += 2 * UNIT * self._length(T)
         yield len(self._walk.places), T
 
-    def _through(self, i: int, local: Local, T: Tensor | None) -> Tensor:
+    def _through(self, i: int, local: SmoothLocal, T: Tensor | None) -> Tensor:
         new, defect = local.second_order(self._directions)
         self._defects[0, i] = defect
         if T is None:
@@ -163,9 +169,10 @@ class Jets:
     def _twist(self, end: int) -> None:
         """Third orders, for triples with one first direction after the other; squares of all norms are added."""
         walk, twists = self._walk, {}
-        for i, second in self._kept.items():
+        for i in list(self._kept):
+            second = self._kept.pop(i)
             size = float(self._sizes[0, i]) * self._longest[i] * (1 + 1e-9)
-            twists[i], self._defects[1, i] = walk.local(i).third_order(second, size, self._directions)
+            twists[i], self._defects[1, i] = self._local(i).third_order(second, size, self._directions)
         squares = {i: torch.zeros(len(x), dtype=torch.float64) for i, x in self.second.items()}
         sizes, defects = torch.zeros_like(self._sizes)
         for q in range(self._directions.p):
@@ -182,10 +189,10 @@ class Jets:
                     if place.local is not None:
                         new = twists[i](triples) / 3
                         if U is not None:
-                            seen = place.local.functions(U)
+                            seen = self._local(i).functions(U)
                             squares[i] += seen.square() @ count
-                            place.local.meet(3, seen, count, 0.0, self._directions)
-                            pushed, lost = place.local.push(U)
+                            self._local(i).meet(3, seen, count, 0.0, self._directions)
+                            pushed, lost = self._local(i).push(U)
                             new += pushed
                             defects[i] += count @ (lost + 4 * UNIT * frobenius_upper(new)).square()
                         U = new
@@ -206,7 +213,8 @@ class Jets:
             unsure = self._accuracy[i] * self._sizes[1, i]
             self.third[i] = (square.sqrt() + unsure) * (1 + 1e-9)
             if i < end:
-                walk.local(i).meet(3, torch.zeros(len(square), 1).double(), count[:1], float(unsure.amax()), self._directions)
+                nothing = torch.zeros(len(square), 1, dtype=torch.float64)
+                self._local(i).meet(3, nothing, nothing[0], float(unsure.amax()), self._directions)
 
 
 def _through_linear(piece: object, u: Tensor, T: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from holdfast.compositions.forms.normalised import Normalised
 from holdfast.compositions.forms.smooth import SmoothUnits
 from holdfast.compositions.forms.softmax import Softmax
 from holdfast.compositions.forms.units import Entries, Hidden, SortedPairs
-from holdfast.compositions.forms.waiting import Waiting
+from holdfast.compositions.forms.waiting import SmoothWaiting, Waiting
 from holdfast.layers.activation.functions import Absolute
 from holdfast.layers.activation.piece import KinkedEntries, SmoothEntries
 from holdfast.layers.attention.piece import Attention
@@ -36,7 +36,7 @@ _kinds: dict[type[Piece], Kind] = {
     Mlp: lambda piece, u: SmoothUnits(u, Hidden(piece), piece.smooth_activation),
     SmoothEntries: lambda piece, u: SmoothUnits(u, Entries(piece.active), piece.phi),
     KinkedBeside: lambda piece, u: Waiting(u, piece, local_at(piece.piece, piece.part.take(u))),
-    SmoothBeside: lambda piece, u: Waiting(u, piece, local_at(piece.piece, piece.part.take(u))),
+    SmoothBeside: lambda piece, u: SmoothWaiting(u, piece, local_at(piece.piece, piece.part.take(u))),
     LayerNorm: lambda piece, u: Normalised(u, piece),
     RMSNorm: lambda piece, u: Normalised(u, piece),
     SmoothProject: lambda piece, u: Normalised(u, piece),

@@ -187,11 +187,6 @@ class Local(ABC):
         """The softmax attention that this is, or holds."""
         return None
 
-    @property
-    def smooth(self) -> bool:
-        """Whether f has a second and a third order."""
-        return True
-
     def touched(self, tokens: Tensor) -> Tensor:
         """The tokens of the input on which the functions that `covectors` names depend."""
         return tokens
@@ -199,36 +194,6 @@ class Local(ABC):
     @abstractmethod
     def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
         """Aᵀ applied to covectors (K, n, c) at the output, and (K) bounds of what rounding did to them."""
-
-    @abstractmethod
-    def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
-        """A applied to (K, n, d) at the input, and (K) bounds of what rounding did to them."""
-
-    @abstractmethod
-    def second_order(self, directions: Directions) -> tuple[Tensor, float]:
-        """The second order of f at first order, as a symmetric form q[b, b] (pairs, n, c), where tokens matter.
-
-        The number is a bound of what rounding did to it, for ‖b‖ <= 1.
-        """
-
-    @abstractmethod
-    def functions(self, T: Tensor) -> Tensor:
-        """The functions that `covectors` has named, of (m, n, d), as (K, m)."""
-
-    def meet(self, degree: int, order: Tensor, count: Tensor, unsure: float, directions: Directions) -> None:
-        """Takes notice of its functions' second order (K, pairs), or of a part (K, triples) of the third.
-
-        Every coefficient stands for so many; what is computed of a function is accurate within `unsure`.
-        """
-
-    @abstractmethod
-    def third_order(self, second: Tensor, size: float, directions: Directions) -> tuple[Twist, float]:
-        """The third order of f, from first order and `second` (K, pairs), the second order of its functions.
-
-        `Twist` gives three times the symmetric coefficients of some triples, (triples, n, c), where tokens matter. The
-        number is a bound of what rounding did to the third order for ‖b‖ <= 1, where `size` bounds the length of every
-        function's second order.
-        """
 
     @abstractmethod
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -281,4 +246,38 @@ class Local(ABC):
         """(S, M) the numbers of covectors (S, n, c) at the output that count: ⟨μ, e⟩ is their sum times M rests.
 
         The second number is one relative to which they are accurate, in the Frobenius norm.
+        """
+
+
+class SmoothLocal(Local):
+    """A piece with a second and a third order."""
+
+    @abstractmethod
+    def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
+        """A applied to (K, n, d) at the input, and (K) bounds of what rounding did to them."""
+
+    @abstractmethod
+    def second_order(self, directions: Directions) -> tuple[Tensor, float]:
+        """The second order of f at first order, as a symmetric form q[b, b] (pairs, n, c), where tokens matter.
+
+        The number is a bound of what rounding did to it, for ‖b‖ <= 1.
+        """
+
+    @abstractmethod
+    def functions(self, T: Tensor) -> Tensor:
+        """The functions that `covectors` has named, of (m, n, d), as (K, m)."""
+
+    def meet(self, degree: int, order: Tensor, count: Tensor, unsure: float, directions: Directions) -> None:
+        """Takes notice of its functions' second order (K, pairs), or of a part (K, triples) of the third.
+
+        Every coefficient stands for so many; what is computed of a function is accurate within `unsure`.
+        """
+
+    @abstractmethod
+    def third_order(self, second: Tensor, size: float, directions: Directions) -> tuple[Twist, float]:
+        """The third order of f, from first order and `second` (K, pairs), the second order of its functions.
+
+        `Twist` gives three times the symmetric coefficients of some triples, (triples, n, c), where tokens matter. The
+        number is a bound of what rounding did to the third order for ‖b‖ <= 1, where `size` bounds the length of every
+        function's second order.
         """

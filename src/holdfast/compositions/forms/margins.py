@@ -30,7 +30,7 @@ _SLIGHT = 0.005  # a rest of this share of a function's first order is not made 
 _BEGIN = 0.75  # the first scale that is tried, as a share of the first-order one
 _FAR, _BLIND = 4.0, 10  # a scale beyond which the search goes down by square roots, so often at most
 _SETTLED, _TRIALS, _PROOFS = 8, 8, 4  # scales for which rests are settled, tried for each, and proved at most
-_NEAR = 10.0  # how much nearer than that, in units of the precision, the search does not come
+_NEAR, _NEARER = 10.0, 2.0  # how much nearer, in units of the precision, the search does not come; with jets
 _ROUGH, _FARTHER = 0.3, 1.7  # of what sums of suprema prove to what is proved at last, about: at least, and at most
 _LARGE, _HOPELESS = 1024, 3.0  # coordinates from which on rests of so many times a margin end a trial at once
 _STEPS = 8  # improvements of the kinks' parameters
@@ -273,6 +273,7 @@ class Margins:
     def _searched(self, scale: float, most: float, proved: float, precision: float, known: float) -> float:
         """The largest scale that is proved, from one that is tried first; at least the one that is proved already."""
         first, failed, settled = most, False, 0
+        near = _NEARER if self._batches.expanded else _NEAR
         for _ in range(_SETTLED + _BLIND):
             try:
                 with torch.no_grad():
@@ -286,7 +287,7 @@ class Margins:
                 scale = max(known, math.sqrt(scale))
                 continue
             settled += 1
-            if settled == _SETTLED or most <= proved * (1 + precision * (_NEAR if failed else 1.0)) or most <= known:
+            if settled == _SETTLED or most <= proved * (1 + precision * (near if failed else 1.0)) or most <= known:
                 break
             if failed and proved == 0:
                 scale = max(known, most / 3)

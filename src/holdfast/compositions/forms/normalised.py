@@ -18,7 +18,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms.local import THETA, Local, Problem, Rests, Size, Twist
+from holdfast.compositions.forms.local import THETA, Problem, Rests, Size, SmoothLocal, Twist
 from holdfast.compositions.forms.suprema import QuadraticSums, Squares, worth
 from holdfast.compositions.forms.third import Triples
 from holdfast.compositions.forms.units import spread
@@ -84,7 +84,7 @@ class TokenOrders:
 
 
 @final
-class Normalised(Local):
+class Normalised(SmoothLocal):
     """A normalisation at ũ, for the tokens i that matter."""
 
     def __init__(self, u: Tensor, piece: Normalisation) -> None:

@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms.local import THETA, Local, Problem, Rests, Size, Twist
+from holdfast.compositions.forms.local import THETA, Problem, Rests, Size, SmoothLocal, Twist
 from holdfast.compositions.forms.suprema import QuadraticSums, worth
 from holdfast.compositions.forms.third import Triples
 from holdfast.compositions.forms.units import Wiring, Written, spread
@@ -43,7 +43,7 @@ class Bends:
 
 
 @final
-class SmoothUnits(Local):
+class SmoothUnits(SmoothLocal):
     """Units of one piece with a smooth function.
 
     Args:

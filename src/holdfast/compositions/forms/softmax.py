@@ -12,7 +12,7 @@ from holdfast.attention.layer import project
 from holdfast.attention.rotary import Rotary
 from holdfast.compositions.forms.covered import Covered, Four, Softened, at_rows
 from holdfast.compositions.forms.heads import HeadRows
-from holdfast.compositions.forms.local import THETA, Local, Problem, Rests, Size, Twist
+from holdfast.compositions.forms.local import THETA, Problem, Rests, Size, SmoothLocal, Twist
 from holdfast.compositions.forms.suprema import length
 from holdfast.compositions.forms.third import HeadTwists, Triples, beyond_third
 from holdfast.layers.attention.piece import Attention
@@ -38,7 +38,7 @@ class AttentionRows:
 
 
 @final
-class Softmax(Local):
+class Softmax(SmoothLocal):
     """An attention layer at ũ; h heads, rows i that matter, keys j."""
 
     def __init__(self, piece: Attention, u: Tensor) -> None:
