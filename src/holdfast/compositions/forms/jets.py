@@ -5,7 +5,7 @@ Y[b, b], a place's input moves by J b + T[b, b] + U[b, b, b] and what is of four
 
     T ↦ A_l T + q_l(X, X),    U ↦ A_l U + 2q_l(X, Y) + c_l(X, X, X)
 
-along the network. In the forms of a function all places meet before anything is bounded (docs/math/forms.md, section 9).
+along the network. In a function's forms all places meet before anything is bounded (docs/math/forms.md, section 9).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from holdfast.compositions.forms.local import THETA, SmoothLocal
+from holdfast.compositions.forms.local import THETA, SmoothLocal, token_lengths
 from holdfast.compositions.forms.region import Region
 from holdfast.compositions.forms.third import Triples
 from holdfast.compositions.forms.walk import CentreWalk, Covectors
@@ -161,8 +161,8 @@ class Jets:
 
     def _length(self, T: Tensor) -> Tensor:
         """A bound of the Frobenius norm of T for ordered pairs, and so of ‖T[b, b]‖ for ‖b‖ <= 1."""
-        lengths = frobenius_upper(T) * self._directions.count.sqrt()
-        return torch.linalg.vector_norm(lengths) * (1 + 1e-9)
+        length: Tensor = torch.linalg.vector_norm(token_lengths(T) * self._directions.count.sqrt())
+        return length * (1 + 1e-9)
 
     # -- U
 
@@ -185,7 +185,7 @@ class Jets:
                 for i in members:
                     place = walk.places[i]
                     if U is not None:
-                        sizes[i] += count @ frobenius_upper(U).square()
+                        sizes[i] += count @ token_lengths(U).square()
                     if place.local is not None:
                         new = twists[i](triples) / 3
                         if U is not None:
@@ -194,17 +194,17 @@ class Jets:
                             self._local(i).meet(3, seen, count, 0.0, self._directions)
                             pushed, lost = self._local(i).push(U)
                             new += pushed
-                            defects[i] += count @ (lost + 4 * UNIT * frobenius_upper(new)).square()
+                            defects[i] += count @ (lost + 4 * UNIT * token_lengths(new)).square()
                         U = new
                     elif U is not None:
                         U, rounded = _through_linear(place.piece, place.u, U)
-                        defects[i] += count @ frobenius_upper(rounded).square()
+                        defects[i] += count @ token_lengths(rounded).square()
                 if skip and stream is not None:
                     assert U is not None
                     U = stream + U
-                    defects[members[-1]] += count @ (2 * UNIT * frobenius_upper(U)).square()
+                    defects[members[-1]] += count @ (2 * UNIT * token_lengths(U)).square()
             if U is not None:
-                sizes[end] += count @ frobenius_upper(U).square()
+                sizes[end] += count @ token_lengths(U).square()
                 squares[end] += (walk.rows.flatten(1) @ U.flatten(1).mT).square() @ count
         self._sizes[1] = sizes.sqrt() * (1 + 1e-9)
         # What was added at one place in three ways is at most √3 of its length.

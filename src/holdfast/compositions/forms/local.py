@@ -25,6 +25,12 @@ LONGEST = 2**14  # terms of an inner product
 THETA = 2.0**-37  # of absolute values: more than the rounding of a few nested inner products of that length
 
 
+def token_lengths(T: Tensor) -> Tensor:
+    """Bounds of Frobenius norms over the last two dimensions in one pass, for numbers whose squares do not overflow."""
+    length: Tensor = torch.linalg.vector_norm(T, dim=(-2, -1))
+    return length * (1 + 1e-9) + 1e-150
+
+
 @dataclass(frozen=True)
 class Size:
     """The region at one scale.

@@ -239,7 +239,8 @@ class Margins:
     def _expand(self, problem: Problem, s: int, settled: _Settled) -> None:
         """The exact second order of a margin, and numbers for the third and for all that is beyond."""
         jets = self._batches.jets
-        assert jets is not None and settled.orders is not None
+        assert jets is not None
+        assert settled.orders is not None
         _, third, beyond = (float(part[s]) for part in settled.orders)
         problem.add("second order", jets.forms[s], float(jets.unsure[s]))
         problem.lose("third order", third)

@@ -18,7 +18,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms.local import THETA, Problem, Rests, Size, SmoothLocal, Twist
+from holdfast.compositions.forms.local import THETA, Problem, Rests, Size, SmoothLocal, Twist, token_lengths
 from holdfast.compositions.forms.suprema import QuadraticSums, Squares, worth
 from holdfast.compositions.forms.third import Triples
 from holdfast.compositions.forms.units import spread
@@ -122,10 +122,10 @@ class Normalised(SmoothLocal):
         return self._piece.pull(self.u, C), frobenius_upper(C) * (8 * self._theta * self._pull_size)
 
     def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
-        return self._piece.push(self.u, T), frobenius_upper(T) * (8 * self._theta * self._pull_size)
+        return self._piece.push(self.u, T), token_lengths(T) * (8 * self._theta * self._pull_size)
 
     def second_order(self, directions: Directions) -> tuple[Tensor, float]:
-        """scale ⊙ (½n(3a² - b) - a w), token by token."""
+        """Scale ⊙ (½n(3a² - b) - a w), token by token."""
         first, second = directions.first, directions.second
         out = torch.zeros(len(first), *self.u.shape, dtype=torch.float64)
         for token, W, A in zip(self._tokens.tolist(), self._W, self._A, strict=True):
@@ -318,7 +318,8 @@ class Normalised(SmoothLocal):
         A covector at one token whose ways all lead through here is ⟨μ, Aδ⟩ = v - m₀a behind its first order, so that
         what earlier places add to it beyond third order, and m₀a's own, is what v has.
         """
-        assert self._third is not None and self._fourth is not None
+        assert self._third is not None
+        assert self._fourth is not None
         t, r = one.tokens, self._size.radius
         m = one.m.abs() * (1 + _NARROW) + 1e-37
         rest, third, fourth = (

@@ -12,7 +12,7 @@ from holdfast.attention.layer import project
 from holdfast.attention.rotary import Rotary
 from holdfast.compositions.forms.covered import Covered, Four, Softened, at_rows
 from holdfast.compositions.forms.heads import HeadRows
-from holdfast.compositions.forms.local import THETA, Problem, Rests, Size, SmoothLocal, Twist
+from holdfast.compositions.forms.local import THETA, Problem, Rests, Size, SmoothLocal, Twist, token_lengths
 from holdfast.compositions.forms.suprema import length
 from holdfast.compositions.forms.third import HeadTwists, Triples, beyond_third
 from holdfast.layers.attention.piece import Attention
@@ -91,13 +91,14 @@ class Softmax(SmoothLocal):
         return self._at.pull(C.unsqueeze(1)).squeeze(1), frobenius_upper(C) * (8 * self._theta * self._pull_size())
 
     def _pull_size(self) -> float:
-        """The norm of the derivative on absolute values: rows of p have norms of at most 1, centring at most doubles."""
+        """The derivative's norm on absolute values: rows of p have norms of at most 1, centring at most doubles."""
         w_q, w_k, w_v = self._map_sizes()
         q, k = (float(length(x, 3)) for x in (self._q, self._k))
-        return self._outer * (len(self.u) ** 0.5 * w_v + 2 * self._value * (k * w_q + q * w_k)) + abs(self._residual)
+        heads = self._outer * (len(self.u) ** 0.5 * w_v + 2 * self._value * (k * w_q + q * w_k))
+        return float(heads + abs(self._residual))
 
     def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
-        return self._at.push(T.unsqueeze(1)).squeeze(1), frobenius_upper(T) * (8 * self._theta * self._pull_size())
+        return self._at.push(T.unsqueeze(1)).squeeze(1), token_lengths(T) * (8 * self._theta * self._pull_size())
 
     def second_order(self, directions: Directions) -> tuple[Tensor, float]:
         heads = self._heads[None]

@@ -62,7 +62,7 @@ class HeadTwists:
     def __init__(self, heads: HeadRows, second: Four, directions: Directions) -> None:
         self._heads, self._second = heads, second
         first, other = directions.first, directions.second
-        p, (Q, K, _, L) = heads.soft.p, heads.rows
+        p, (Q, _, _, L) = heads.soft.p, heads.rows
         weights = p.unsqueeze(-1)
         pairs = []
         for i in range(L.shape[1]):
