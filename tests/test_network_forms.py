@@ -167,7 +167,7 @@ def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(kinks, "parabola", lambda *a: 0.1 * plain(*a))
     elif fault == "side":
         plain_range = kinks.Kinks.range
-        monkeypatch.setattr(kinks.Kinks, "range", lambda self, *a: plain_range(self, *a)[::-1])
+        monkeypatch.setattr(kinks.Kinks, "range", lambda self, *a, **k: plain_range(self, *a, **k)[::-1])
     else:
         (network, x), scale = draw("two blocks", 1), 0.01
         monkeypatch.setattr(heads.HeadRows, "bent", lambda self, covered, index: 0.0 * covered.error[index])
@@ -175,7 +175,7 @@ def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
             network, x, scale = *draw("one block", 1), 0.3
             monkeypatch.undo()
             monkeypatch.setattr(heads.HeadRows, "_weights", _nothing(heads.HeadRows._weights))
-            monkeypatch.setattr(heads.HeadRows, "range", lambda self, covered, _: 1e-9 + 0.0 * covered.error)
+            monkeypatch.setattr(heads.HeadRows, "range", lambda self, covered, *_: 1e-9 + 0.0 * covered.error)
     forms = Margins(network, x[0])
     assert worst_excess(forms, x, scale, None, 0) > 1e-6
 

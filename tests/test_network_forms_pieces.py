@@ -13,7 +13,7 @@ from forms_cases import above_minorant, worst_excess
 from holdfast import AttentionLayer
 from holdfast.attacks.minimal import MinimalAttack
 from holdfast.compositions import certify_inputs
-from holdfast.compositions.forms import Margins, margins, margins_over_box, margins_over_parts, smooth
+from holdfast.compositions.forms import Margins, jets, margins, margins_over_box, margins_over_parts, smooth, softmax
 from holdfast.compositions.forms.normalised import Normalised
 from holdfast.layers import (
     Affine,
@@ -39,7 +39,10 @@ from holdfast.testing.draw import Dice
 from holdfast.testing.layers import turning
 
 D, UNITS, CLASSES = 4, 6, 3
-KINDS = ("pre-norm", "post-norm", "activations", "entries", "sorted", "norms", "gated", "beside")
+ORDERS = (1, 2, 3)  # of functions that are known as one form, where every piece is smooth
+SMOOTH = ("pre-norm", "post-norm", "norms", "units", "smooth beside", "gated")
+KINDS = (*((kind, most) for kind in SMOOTH for most in ORDERS),)
+KINDS += (("activations", 1), ("entries", 1), ("sorted", 1), ("beside", 1))
 
 
 def draw(kind: str, seed: int, size: float = 1.0) -> tuple[Network, Tensor]:
@@ -83,9 +86,12 @@ def draw(kind: str, seed: int, size: float = 1.0) -> tuple[Network, Tensor]:
         "sorted": [Affine(dice.normal(D, D)), PairSort(), Affine(dice.normal(D, D)), PairSort(), leaky(0.01)],
         "norms": [norm(), Affine(dice.normal(D, D)), SmoothProject(1.5), mlp("gelu"), norm()],
         "one norm": [norm()],
+        "units": [mlp("gelu"), mlp("tanh", 0.5)],
     }
     pool = ClassToken(1) if kind == "post-norm" else TokenMean(3)
     head = Head(dice.normal(CLASSES, D), 0.3 * dice.normal(CLASSES))
+    if kind == "smooth beside":
+        stages[kind] = [*_beside(attention(), norm(), mlp("gelu"))]
     if kind == "beside":
         stages[kind] = [*_beside(attention(), norm(), mlp("gelu"), leaky(0.1)), Affine(dice.normal(D, D))]
     if kind == "gated":
@@ -99,6 +105,14 @@ def draw(kind: str, seed: int, size: float = 1.0) -> tuple[Network, Tensor]:
     return Network([*stages[kind], pool], head, kind), dice.normal(1, 3, D)
 
 
+def _up_to(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets forms know the functions' own orders up to the first, the second or the third, as if more cost too much."""
+    if most < 3:
+        monkeypatch.setattr(jets, "_TWISTS", 0.0)
+    if most < 2:
+        monkeypatch.setattr(jets, "_NUMBERS", 0)
+
+
 def _beside(*pieces: Piece) -> list[Piece]:
     """Pieces on tokens that are joined with their input and, in the end, added up: u ↦ u + f(u), without residuals."""
     size, made = 3 * D, list[Piece]()
@@ -109,9 +123,10 @@ def _beside(*pieces: Piece) -> list[Piece]:
     return [Rearrangement(entries.reshape(1, size), (3, D)), *made, Rearrangement(entries.reshape(3, D), (1, size))]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "most"), KINDS)
 @pytest.mark.parametrize("box", [False, True])
-def test_no_attack_goes_beyond(kind: str, box: bool) -> None:
+def test_no_attack_goes_beyond(kind: str, box: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _up_to(most, monkeypatch)
     for seed, scale in ((1, 0.1), (2, 0.5)) if box else ((0, 0.02), (1, 0.1)):
         network, x = draw(kind, seed)
         shape = torch.exp(0.5 * Dice(seed).normal(*x.shape[1:])) if box else None
@@ -121,9 +136,10 @@ def test_no_attack_goes_beyond(kind: str, box: bool) -> None:
             assert above_minorant(network, x, scale, seed) < 1e-12
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_second_order_is_exact(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "most"), KINDS)
+def test_second_order_is_exact(kind: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a margin loses beyond first order at a small radius is its Hessian's, up to what is cubic."""
+    _up_to(most, monkeypatch)
     monkeypatch.setattr(margins, "_TRIFLE", 0.0)
     network, x = draw(kind, 3)
     forms, radius = Margins(network, x[0]), 1e-4
@@ -142,13 +158,15 @@ def test_second_order_is_exact(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert lower.least == pytest.approx(expected, abs=0.05 * float(H.norm()) * radius**2 + 1e-11)
 
 
-def test_radius_is_below_every_attack_and_names_its_losses() -> None:
+@pytest.mark.parametrize("most", ORDERS)
+def test_radii_are_below_every_attack_and_name_their_losses(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _up_to(most, monkeypatch)
     network, x = draw("pre-norm", 4)
     (record,) = certify_inputs(network, x, method="forms")
     attack = MinimalAttack()(network, x, torch.tensor([record.prediction])).radius
     assert 0.02 * float(attack) < record.radius <= float(attack)
-    names = {"first order", "second order", "activation rest", "normalisation rest", "attention rest", "carried rests"}
-    assert record.losses.keys() >= names
+    rests = {"activation rest", "normalisation rest", "attention rest"} if most < 3 else {"third order"}
+    assert record.losses.keys() >= {"first order", "second order", "carried rests"} | rests
 
 
 FAULTS = {  # the draws that show them, and the scale
@@ -167,6 +185,7 @@ def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
         self._third, self._number, self._form = 0 * self._third, 0 * self._number, 0 * self._form
         return moved
 
+    _up_to(1, monkeypatch)
     if fault == "drift":
         monkeypatch.setattr(smooth.SmoothUnits, "settle", without_drift)
     elif fault == "second order":
@@ -179,6 +198,62 @@ def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
         assert worst_excess(Margins(network, x[0]), x, scale, None, seed) > 1e-9
     else:
         assert above_minorant(network, x, scale, seed) > 1e-9
+
+
+@pytest.mark.parametrize("kind", SMOOTH)
+def test_orders_are_derivatives(kind: str) -> None:
+    """The margins' second and third orders against automatic differentiation."""
+    network, x = draw(kind, 3)
+    forms = Margins(network, x[0])
+    found, s = forms._batches.jets, 0
+    assert found is not None
+    y, j = forms.prediction, forms.walk.others[s]
+
+    def margin(flat: Tensor) -> Tensor:
+        logits: Tensor = network((x.flatten() + forms.region.basis @ flat).reshape(x.shape))[0]
+        return logits[y] - logits[j]
+
+    zero = torch.zeros(forms.region.p, dtype=torch.float64)
+    hessian = torch.func.hessian(margin)
+    torch.testing.assert_close(found.forms[s], hessian(zero) / 2, rtol=1e-9, atol=1e-11)
+    third = torch.func.jacrev(hessian)(zero) / 6
+    end = len(forms.walk.places)
+    assert float(found.third[end][s]) == pytest.approx(float(third.norm()), rel=1e-6)
+
+
+ORDER_FAULTS = {  # where an attack shows them
+    "second": ("norms", 2, 0.05),
+    "units": ("units", 2, 0.05),
+    "norms": ("norms", 2, 0.05),
+    "attention": ("post-norm", 3, 0.05),
+}
+
+
+@pytest.mark.parametrize("fault", ORDER_FAULTS)
+def test_faults_planted_in_orders_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions without their second order; or without a third one, and a kind of piece without what is beyond."""
+    finish, settle = jets.Jets.finish, smooth.SmoothUnits.settle
+
+    def forgotten(self: jets.Jets) -> None:
+        finish(self)
+        orders = self.second if fault == "second" else self.third
+        orders |= {i: 0 * norms for i, norms in orders.items()}
+
+    def nothing_beyond(self: smooth.SmoothUnits, *args: Any) -> float:
+        moved = settle(self, *args)
+        self._left = 0 * self._left
+        return moved
+
+    monkeypatch.setattr(jets.Jets, "finish", forgotten)
+    if fault == "units":
+        monkeypatch.setattr(smooth.SmoothUnits, "settle", nothing_beyond)
+    elif fault == "norms":
+        monkeypatch.setattr(Normalised, "_beyond_third", lambda self, one, *_: 0 * one.size.sum(-1))
+    elif fault == "attention":
+        monkeypatch.setattr(softmax, "beyond_third", lambda heads, one, third: 0 * one.error)
+    kind, seed, scale = ORDER_FAULTS[fault]
+    network, x = draw(kind, seed)
+    assert worst_excess(Margins(network, x[0]), x, scale, None, seed) > 1e-9
 
 
 def test_parts_prove_what_the_whole_does_not() -> None:

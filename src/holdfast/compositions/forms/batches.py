@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from holdfast.compositions.forms.jets import Jets
+from holdfast.compositions.forms.local import Rests
 from holdfast.compositions.forms.region import Region
 from holdfast.compositions.forms.walk import CentreWalk, Covectors
 from holdfast.errors import SoundnessError
@@ -154,48 +155,67 @@ class Batches:
     @property
     def expanded(self) -> bool:
         """Whether margins have a second and a third order, in which all places meet."""
-        return self.jets is not None and bool(self.jets.third) and all(self._walk.local(i).smooth for i in self.of)
+        return self.jets is not None and bool(self.jets.third)
 
-    def beyond(self, i: int, radius: float, enough: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What a place's functions have beyond first order, from -low to high; and beyond second order, where known."""
+    def beyond(self, i: int, radius: float, enough: Tensor, tiny: Tensor) -> Rests:
+        """What a place's functions have beyond first order, with `tiny` for the rounding of that."""
+        functions = self.functions[i][0]
         if self.jets is None:
-            return *self.ranges(self.of[i], radius, enough), None
-        low, high = self.ranges(self.of[i], radius, enough, bent=False)
-        second, third = self._orders(i, self.functions[i][0], radius)
-        rests = torch.maximum(low, high) + third if self.jets.third else None
-        return low + second + third, high + second + third, rests
+            low, high = self.ranges(self.of[i], radius, enough)
+            return Rests((tiny + low) * (1 + 1e-10), (tiny + high) * (1 + 1e-10), tiny)
+        second, third = self._orders(i, radius)
+        lost = tiny + sum(self.jets.tiny(functions, radius))
+        low, high = self.ranges(self.of[i], radius, enough, bent=False, before=i, tiny=lost)
+        low, high = (lost + low) * (1 + 1e-10), (lost + high) * (1 + 1e-10)
+        rests = [third + torch.maximum(low, high), torch.maximum(low, high)] if self.jets.third else [None, None]
+        return Rests(low + second + third, high + second + third, tiny, *rests)
 
-    def _orders(self, i: int, functions: Covectors, radius: float) -> tuple[Tensor, Tensor]:
-        """Bounds of functions' second and third orders, with what rounding did to both."""
+    def _orders(self, i: int, radius: float) -> tuple[Tensor, Tensor]:
+        """Bounds of functions' second and third orders."""
         assert self.jets is not None
-        second, third = self.jets.tiny(functions, radius)
-        second = self.jets.second[i] * radius**2 + second
-        if self.jets.third:
-            third = self.jets.third[i] * radius**3 + third
-        return second * (1 + 1e-10), third * (1 + 1e-10)
+        second = self.jets.second[i] * (radius**2 * (1 + 1e-10))
+        third = self.jets.third[i] * (radius**3 * (1 + 1e-10)) if self.jets.third else torch.zeros_like(second)
+        return second, third
 
     def unsure(self, radius: float) -> Tensor:
-        """What rounding may have done to the margins' second order."""
+        """What rounding may have done to the margins' second and third orders."""
         assert self.jets is not None
-        return self.jets.tiny(self._margins, radius)[0]
+        return sum(self.jets.tiny(self._margins, radius), torch.zeros(self.ends.count, dtype=torch.float64))
 
-    def at_end(self, radius: float) -> tuple[Tensor, Tensor, Tensor]:
+    def at_end(self, radius: float, tiny: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of expanded margins: bounds of their second and third orders, and of what is beyond."""
-        return *self._orders(len(self._walk.places), self._margins, radius), self.ranges(
-            [self.ends], radius, bent=False
-        )[0]
+        end = len(self._walk.places)
+        lost = tiny + self.unsure(radius)
+        beyond = self.ranges([self.ends], radius, bent=False, before=end, tiny=lost)[0]
+        return *self._orders(end, radius), beyond
 
     def ranges(
-        self, batch: list[BatchPart], radius: float, enough: Tensor | None = None, *, bent: bool = True
+        self,
+        batch: list[BatchPart],
+        radius: float,
+        enough: Tensor | None = None,
+        *,
+        bent: bool = True,
+        before: int | None = None,
+        tiny: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """What the rests of all earlier places add to the functions of a batch, from -low to high; see `Local.range`."""
+        """What the rests of all earlier places add to the functions of a batch, from -low to high; see `Local.range`.
+
+        Functions of the place `before` have ways that all lead through some places; `tiny` is added to what those are
+        told of earlier ones.
+        """
         lows, highs, start = [], [], 0
         for part in batch:
             low = high = torch.zeros(part.count, dtype=torch.float64)
-            some = None if enough is None else enough[start : start + part.count]
-            for i in part.prepared.keys() | part.turning.keys():
+            here = slice(start, start + part.count)
+            some = None if enough is None else enough[here]
+            for i in sorted(part.prepared.keys() | part.turning.keys()):
                 varying = part.turning[i] * radius if i in part.turning else None
-                below, above = self._walk.local(i).range(part.prepared.get(i), varying, some, bent=bent)
+                earlier = None
+                if before is not None and tiny is not None and self._walk.on_every_way(i, before):
+                    earlier = (torch.maximum(low, high) + tiny[here]) * (1 + 1e-10)
+                local = self._walk.local(i)
+                below, above = local.range(part.prepared.get(i), varying, some, bent=bent, earlier=earlier)
                 low, high = low + below, high + above
             lows.append(low)
             highs.append(high)

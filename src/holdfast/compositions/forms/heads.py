@@ -173,6 +173,11 @@ class HeadRows:
         return crossed, squared, QuadraticSums(mixed.reshape(h * rows * k, -1), size.flatten())
 
     @cached_property
+    def mean_norm(self) -> Tensor:
+        """(h, i) the norm of all logits of a row, weighted with the roots of p."""
+        return thin_gram_norm(self._L * self.soft.most.sqrt().unsqueeze(-1), 3) * (1 + 1e-9)
+
+    @cached_property
     def _together(self) -> list[tuple[Tensor, Tensor, float]]:
         """Of queries, keys, values and logits: suprema, lengths, and the norm of all rows of length 1."""
         parts = [(x.reshape(-1), y.reshape(-1, y.shape[-1])) for x, y in zip(self._first, self.rows, strict=True)]

@@ -5,7 +5,7 @@ Y[b, b], a place's input moves by J b + T[b, b] + U[b, b, b] and what is of four
 
     T ↦ A_l T + q_l(X, X),    U ↦ A_l U + 2q_l(X, Y) + c_l(X, X, X)
 
-along the network. In the forms of a function all places meet before anything is bounded (docs/math/forms.md, section 9).
+along the network. In a function's forms all places meet before anything is bounded (docs/math/forms.md, section 9).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from holdfast.compositions.forms.local import THETA, Local
+from holdfast.compositions.forms.local import THETA, SmoothLocal, token_lengths
 from holdfast.compositions.forms.region import Region
 from holdfast.compositions.forms.third import Triples
 from holdfast.compositions.forms.walk import CentreWalk, Covectors
@@ -55,11 +55,14 @@ class Jets:
         # At degrees 2 and 3: sizes at the inputs of all places, and what rounding did in each.
         self._sizes, self._defects = torch.zeros(2, 2, len(walk.places) + 1, dtype=torch.float64)
         self._accuracy: dict[int, Tensor] = {}
+        self._longest: dict[int, float] = {}  # covectors
         self._steps = self._walked()
 
     @staticmethod
     def affordable(walk: CentreWalk, region: Region) -> bool:
-        """Whether T fits into memory, and the norms of all functions into a minute."""
+        """Whether all places are smooth, T fits into memory, and the norms of all functions into a minute."""
+        if not all(isinstance(walk.local(i), SmoothLocal) for i in walk.curved):
+            return False
         widest = max((place.u.numel() for place in walk.places), default=0)
         functions = sum(walk.local(i).scalars for i in walk.curved)
         fits = region.p * (region.p + 1) // 2 * widest <= _NUMBERS
@@ -70,12 +73,16 @@ class Jets:
         place, T = next(self._steps)
         assert place == i
         # Functions are computed in another order than by their covectors, within this of ‖T‖.
-        self._accuracy[i] = 4 * error + 8 * THETA * frobenius_upper(covectors)
+        lengths = frobenius_upper(covectors)
+        self._accuracy[i], self._longest[i] = 4 * error + 8 * THETA * lengths, float(lengths.amax())
         if T is None:
             self._kept[i] = torch.zeros(len(covectors), len(self._directions.first), dtype=torch.float64)
             self.second[i] = torch.zeros(len(covectors), dtype=torch.float64)
+            self._local(i).meet(2, self._kept[i], self._directions.count, 0.0, self._directions)
             return
-        self._kept[i] = seen = self._walk.local(i).functions(T)
+        self._kept[i] = seen = self._local(i).functions(T)
+        unsure = float(self._accuracy[i].amax() * self._sizes[0, i])
+        self._local(i).meet(2, seen, self._directions.count, unsure, self._directions)
         self.second[i] = self._norms(seen, self._accuracy[i] * self._sizes[0, i])
 
     def finish(self) -> None:
@@ -91,6 +98,11 @@ class Jets:
         if self._twisted:
             self._twist(end)
         self._kept.clear()
+
+    def _local(self, i: int) -> SmoothLocal:
+        local = self._walk.local(i)
+        assert isinstance(local, SmoothLocal)
+        return local
 
     def _norms(self, pairs: Tensor, error: Tensor) -> Tensor:
         """(K) bounds of the norms of forms (K, pairs) that are known up to an error."""
@@ -121,7 +133,7 @@ class Jets:
                     self._sizes[0, i] = self._length(T)
                 if place.local is not None:
                     yield i, T
-                    T = self._through(i, place.local, T)
+                    T = self._through(i, self._local(i), T)
                 elif T is not None:
                     T, lost = _through_linear(place.piece, place.u, T)
                     self._defects[0, i] = self._length(lost)
@@ -131,7 +143,7 @@ class Jets:
                 self._defects[0, members[-1]] += 2 * UNIT * self._length(T)
         yield len(self._walk.places), T
 
-    def _through(self, i: int, local: Local, T: Tensor | None) -> Tensor:
+    def _through(self, i: int, local: SmoothLocal, T: Tensor | None) -> Tensor:
         new, defect = local.second_order(self._directions)
         self._defects[0, i] = defect
         if T is None:
@@ -149,17 +161,18 @@ class Jets:
 
     def _length(self, T: Tensor) -> Tensor:
         """A bound of the Frobenius norm of T for ordered pairs, and so of ‖T[b, b]‖ for ‖b‖ <= 1."""
-        lengths = frobenius_upper(T) * self._directions.count.sqrt()
-        return torch.linalg.vector_norm(lengths) * (1 + 1e-9)
+        length: Tensor = torch.linalg.vector_norm(token_lengths(T) * self._directions.count.sqrt())
+        return length * (1 + 1e-9)
 
     # -- U
 
     def _twist(self, end: int) -> None:
         """Third orders, for triples with one first direction after the other; squares of all norms are added."""
         walk, twists = self._walk, {}
-        for i, second in self._kept.items():
-            size = float(self._sizes[0, i] * self._accuracy[i].amax()) / THETA  # more than ‖c‖‖T‖
-            twists[i], self._defects[1, i] = walk.local(i).third_order(second, size, self._directions)
+        for i in list(self._kept):
+            second = self._kept.pop(i)
+            size = float(self._sizes[0, i]) * self._longest[i] * (1 + 1e-9)
+            twists[i], self._defects[1, i] = self._local(i).third_order(second, size, self._directions)
         squares = {i: torch.zeros(len(x), dtype=torch.float64) for i, x in self.second.items()}
         sizes, defects = torch.zeros_like(self._sizes)
         for q in range(self._directions.p):
@@ -172,30 +185,36 @@ class Jets:
                 for i in members:
                     place = walk.places[i]
                     if U is not None:
-                        sizes[i] += count @ frobenius_upper(U).square()
+                        sizes[i] += count @ token_lengths(U).square()
                     if place.local is not None:
                         new = twists[i](triples) / 3
                         if U is not None:
-                            squares[i] += place.local.functions(U).square() @ count
-                            pushed, lost = place.local.push(U)
+                            seen = self._local(i).functions(U)
+                            squares[i] += seen.square() @ count
+                            self._local(i).meet(3, seen, count, 0.0, self._directions)
+                            pushed, lost = self._local(i).push(U)
                             new += pushed
-                            defects[i] += count @ (lost + 4 * UNIT * frobenius_upper(new)).square()
+                            defects[i] += count @ (lost + 4 * UNIT * token_lengths(new)).square()
                         U = new
                     elif U is not None:
                         U, rounded = _through_linear(place.piece, place.u, U)
-                        defects[i] += count @ frobenius_upper(rounded).square()
+                        defects[i] += count @ token_lengths(rounded).square()
                 if skip and stream is not None:
                     assert U is not None
                     U = stream + U
-                    defects[members[-1]] += count @ (2 * UNIT * frobenius_upper(U)).square()
+                    defects[members[-1]] += count @ (2 * UNIT * token_lengths(U)).square()
             if U is not None:
-                sizes[end] += count @ frobenius_upper(U).square()
+                sizes[end] += count @ token_lengths(U).square()
                 squares[end] += (walk.rows.flatten(1) @ U.flatten(1).mT).square() @ count
         self._sizes[1] = sizes.sqrt() * (1 + 1e-9)
         # What was added at one place in three ways is at most √3 of its length.
         self._defects[1] += (3 * defects).sqrt() * (1 + 1e-9)
         for i, square in squares.items():
-            self.third[i] = (square.sqrt() + self._accuracy[i] * self._sizes[1, i]) * (1 + 1e-9)
+            unsure = self._accuracy[i] * self._sizes[1, i]
+            self.third[i] = (square.sqrt() + unsure) * (1 + 1e-9)
+            if i < end:
+                nothing = torch.zeros(len(square), 1, dtype=torch.float64)
+                self._local(i).meet(3, nothing, nothing[0], float(unsure.amax()), self._directions)
 
 
 def _through_linear(piece: object, u: Tensor, T: Tensor) -> tuple[Tensor, Tensor]:

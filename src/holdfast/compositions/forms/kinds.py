@@ -14,7 +14,7 @@ from holdfast.compositions.forms.normalised import Normalised
 from holdfast.compositions.forms.smooth import SmoothUnits
 from holdfast.compositions.forms.softmax import Softmax
 from holdfast.compositions.forms.units import Entries, Hidden, SortedPairs
-from holdfast.compositions.forms.waiting import Waiting
+from holdfast.compositions.forms.waiting import SmoothWaiting, Waiting
 from holdfast.layers.activation.functions import Absolute, Square
 from holdfast.layers.activation.piece import KinkedEntries, SmoothEntries
 from holdfast.layers.attention.piece import Attention
@@ -38,7 +38,7 @@ _kinds: dict[type[Piece], Kind] = {
     SmoothEntries: lambda piece, u: SmoothUnits(u, Entries(piece.active), piece.phi),
     Product: lambda piece, u: SmoothUnits(u, Hidden(piece.squares(u.shape[-1])), Square()),
     KinkedBeside: lambda piece, u: Waiting(u, piece, local_at(piece.piece, piece.part.take(u))),
-    SmoothBeside: lambda piece, u: Waiting(u, piece, local_at(piece.piece, piece.part.take(u))),
+    SmoothBeside: lambda piece, u: SmoothWaiting(u, piece, local_at(piece.piece, piece.part.take(u))),
     LayerNorm: lambda piece, u: Normalised(u, piece),
     RMSNorm: lambda piece, u: Normalised(u, piece),
     SmoothProject: lambda piece, u: Normalised(u, piece),

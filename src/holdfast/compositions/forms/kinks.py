@@ -16,13 +16,12 @@ from typing import final
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms.local import Local, Problem, Size, Twist
+from holdfast.compositions.forms.local import Local, Problem, Rests, Size
 from holdfast.compositions.forms.suprema import Squares, hinges, worth
 from holdfast.compositions.forms.units import Wiring, Written, spread
 from holdfast.layers.activation.base import Activation
 from holdfast.layers.activation.functions import Absolute, LeakyRelu, Relu
 from holdfast.linalg import Ball
-from holdfast.linalg.directions import Directions
 from holdfast.linalg.rounding import down, up
 
 _FLAT = (0.1, 0.2, 0.4, 0.8)  # the least distance of x₀ from t', as shares of half the reach
@@ -78,28 +77,9 @@ class Kinks(Local):
     def numbers(self) -> int:
         return len(self._tokens) * self.stride
 
-    @property
-    def smooth(self) -> bool:
-        return False
-
     def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
         low, high = torch.tensor(self._sides, dtype=torch.float64)
         return self._wiring.pull(C, Ball.exact(torch.where(self.positive, high, low)))
-
-    def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
-        low, high = torch.tensor(self._sides, dtype=torch.float64)
-        return self._wiring.push(T, Ball.exact(torch.where(self.positive, high, low)))
-
-    def second_order(self, directions: Directions) -> tuple[Tensor, float]:
-        zeros = torch.zeros(len(directions.first), *self._t.mid.shape, dtype=torch.float64)
-        return self._wiring.write(zeros), 0.0
-
-    def functions(self, T: Tensor) -> Tensor:
-        return (T[:, self._tokens] @ self._wiring.read().mT).flatten(1).mT
-
-    def third_order(self, second: Tensor, size: float, directions: Directions) -> tuple[Twist, float]:
-        shape = self._t.mid.shape
-        return lambda triples: self._wiring.write(torch.zeros(len(triples.r), *shape, dtype=torch.float64)), 0.0
 
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         self._tokens = tokens
@@ -116,8 +96,8 @@ class Kinks(Local):
     def prepare(self, mu: Tensor) -> Written:
         return Written.of(self._wiring, mu[:, self._tokens], self._strength)
 
-    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float, third: Tensor | None) -> float:
-        self._size = size
+    def settle(self, size: Size, rests: Rests, moved: float) -> float:
+        self._size, low, high = size, rests.low, rests.high
         reach = self._first * size.scale
         rest = torch.where(self._side > 0, high, low)
         threshold = self._distance - rest - (self._distance.abs() + rest) * 1e-15
@@ -144,7 +124,13 @@ class Kinks(Local):
         return written.c, written.size
 
     def range(
-        self, prepared: Written | None, varying: Tensor | None, enough: Tensor | None = None, *, bent: bool = True
+        self,
+        prepared: Written | None,
+        varying: Tensor | None,
+        enough: Tensor | None = None,
+        *,
+        bent: bool = True,
+        earlier: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         c = error = wrong = torch.zeros((), dtype=torch.float64)
         if prepared is not None:

@@ -25,6 +25,12 @@ LONGEST = 2**14  # terms of an inner product
 THETA = 2.0**-37  # of absolute values: more than the rounding of a few nested inner products of that length
 
 
+def token_lengths(T: Tensor) -> Tensor:
+    """Bounds of Frobenius norms over the last two dimensions in one pass, for numbers whose squares do not overflow."""
+    length: Tensor = torch.linalg.vector_norm(T, dim=(-2, -1))
+    return length * (1 + 1e-9) + 1e-150
+
+
 @dataclass(frozen=True)
 class Size:
     """The region at one scale.
@@ -49,6 +55,27 @@ class Size:
         """(K, P) coefficients of the rows x·a on the cube's coordinates over their sides; None for a ball."""
         region = self.region
         return region.spread(rows) * region.sides if self.careful and region.sides is not None else None
+
+
+@dataclass(frozen=True)
+class Rests:
+    """What a place's functions (K) have beyond first order on a region: between -low and high.
+
+    Attributes:
+        tiny: how much of that is rounding, and not the rest of an earlier place.
+        third: how much of it is beyond their second order, where that is known as one form; `fourth` the same of the
+            third order.
+    """
+
+    low: Tensor
+    high: Tensor
+    tiny: Tensor
+    third: Tensor | None = None
+    fourth: Tensor | None = None
+
+    @property
+    def most(self) -> Tensor:
+        return torch.maximum(self.low, self.high)
 
 
 @dataclass
@@ -173,11 +200,6 @@ class Local(ABC):
         """The softmax attention that this is, or holds."""
         return None
 
-    @property
-    def smooth(self) -> bool:
-        """Whether f has a second and a third order."""
-        return True
-
     def touched(self, tokens: Tensor) -> Tensor:
         """The tokens of the input on which the functions that `covectors` names depend."""
         return tokens
@@ -185,30 +207,6 @@ class Local(ABC):
     @abstractmethod
     def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
         """Aᵀ applied to covectors (K, n, c) at the output, and (K) bounds of what rounding did to them."""
-
-    @abstractmethod
-    def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
-        """A applied to (K, n, d) at the input, and (K) bounds of what rounding did to them."""
-
-    @abstractmethod
-    def second_order(self, directions: Directions) -> tuple[Tensor, float]:
-        """The second order of f at first order, as a symmetric form q[b, b] (pairs, n, c), where tokens matter.
-
-        The number is a bound of what rounding did to it, for ‖b‖ <= 1.
-        """
-
-    @abstractmethod
-    def functions(self, T: Tensor) -> Tensor:
-        """The functions that `covectors` has named, of (m, n, d), as (K, m)."""
-
-    @abstractmethod
-    def third_order(self, second: Tensor, size: float, directions: Directions) -> tuple[Twist, float]:
-        """The third order of f, from first order and `second` (K, pairs), the second order of its functions.
-
-        `Twist` gives three times the symmetric coefficients of some triples, (triples, n, c), where tokens matter. The
-        number is a bound of what rounding did to the third order for ‖b‖ <= 1, where `size` bounds the length of every
-        function's second order.
-        """
 
     @abstractmethod
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,22 +224,27 @@ class Local(ABC):
         """What does not depend on the scale, for covectors (S, n, c) at the output."""
 
     @abstractmethod
-    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float, third: Tensor | None) -> float:
-        """Takes notice of the scale and of what the functions have beyond first order, between -low and high.
-
-        Of that, at most `tiny` is rounding, and not the rest of an earlier place; and at most `third` is beyond their
-        known second order, where there is one.
+    def settle(self, size: Size, rests: Rests, moved: float) -> float:
+        """Takes notice of the scale and of what the functions have beyond first order.
 
         Returns a bound of ‖f(ũ + δ) - f(ũ)‖ over the tokens that matter, given ‖δ‖ <= moved.
         """
 
     @abstractmethod
     def range(
-        self, prepared: Any | None, varying: Tensor | None, enough: Tensor | None = None, *, bent: bool = True
+        self,
+        prepared: Any | None,
+        varying: Tensor | None,
+        enough: Tensor | None = None,
+        *,
+        bent: bool = True,
+        earlier: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(S), (S): -low <= ⟨μ, e⟩ <= high on the region, for every covector of a batch; None stands for zeros.
 
-        Unless `bent`, the same without the second order of e, and where `third` was given without its third order.
+        Unless `bent`, the same without the second order of e, and where rests beyond third order were given without
+        its third order. Then, where all ways of the covectors lead through this place, `earlier` bounds what earlier
+        places add beyond third order.
 
         Where covectors vary with G, `varying` (S, M) bounds by how much, for the M numbers that `seen` gives of each.
         Bounds below `enough` (S) need not be sharper.
@@ -256,4 +259,38 @@ class Local(ABC):
         """(S, M) the numbers of covectors (S, n, c) at the output that count: ⟨μ, e⟩ is their sum times M rests.
 
         The second number is one relative to which they are accurate, in the Frobenius norm.
+        """
+
+
+class SmoothLocal(Local):
+    """A piece with a second and a third order."""
+
+    @abstractmethod
+    def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
+        """A applied to (K, n, d) at the input, and (K) bounds of what rounding did to them."""
+
+    @abstractmethod
+    def second_order(self, directions: Directions) -> tuple[Tensor, float]:
+        """The second order of f at first order, as a symmetric form q[b, b] (pairs, n, c), where tokens matter.
+
+        The number is a bound of what rounding did to it, for ‖b‖ <= 1.
+        """
+
+    @abstractmethod
+    def functions(self, T: Tensor) -> Tensor:
+        """The functions that `covectors` has named, of (m, n, d), as (K, m)."""
+
+    def meet(self, degree: int, order: Tensor, count: Tensor, unsure: float, directions: Directions) -> None:
+        """Takes notice of its functions' second order (K, pairs), or of a part (K, triples) of the third.
+
+        Every coefficient stands for so many; what is computed of a function is accurate within `unsure`.
+        """
+
+    @abstractmethod
+    def third_order(self, second: Tensor, size: float, directions: Directions) -> tuple[Twist, float]:
+        """The third order of f, from first order and `second` (K, pairs), the second order of its functions.
+
+        `Twist` gives three times the symmetric coefficients of some triples, (triples, n, c), where tokens matter. The
+        number is a bound of what rounding did to the third order for ‖b‖ <= 1, where `size` bounds the length of every
+        function's second order.
         """

@@ -32,7 +32,7 @@ _FAR, _BLIND = 4.0, 10  # a scale beyond which the search goes down by square ro
 _SETTLED, _TRIALS, _PROOFS = 8, 8, 4  # scales for which rests are settled, tried for each, and proved at most
 _GUESS = 0.03  # the precision of the scale at which the search begins
 _BEYOND = 1.02  # how far beyond the scale that is expected the search goes
-_NEAR = 10.0  # how much nearer than that, in units of the precision, the search does not come
+_NEAR, _NEARER = 10.0, 2.0  # how much nearer, in units of the precision, the search does not come; with jets
 _ROUGH, _FARTHER = 0.3, 1.7  # of what sums of suprema prove to what is proved at last, about: at least, and at most
 _LARGE, _HOPELESS = 1024, 3.0  # coordinates from which on rests of so many times a margin end a trial at once
 _STEPS = 8  # improvements of the kinks' parameters
@@ -157,8 +157,8 @@ class Margins:
         moved, radius = self._moved(size), size.radius
         tiny = (self._margins.tiny(scale, moved[:-1]) + self.walk.row_error * moved[-1]) * (1 + 1e-12)
         if self._batches.expanded:
-            orders = self._batches.at_end(radius)
-            return _Settled(radius, tiny, tiny + sum(orders), {}, orders)
+            orders = self._batches.at_end(radius, tiny)
+            return _Settled(radius, tiny, tiny + self._batches.unsure(radius) + sum(orders), {}, orders)
         return _Settled(radius, tiny, tiny + self._batches.ranges([self._batches.ends], radius)[0], {})
 
     def _moved(self, size: Size) -> Tensor:
@@ -192,13 +192,12 @@ class Margins:
         tiny = (functions.tiny(size.scale, moved[:-1]) + error * moved[i]) * (1 + 1e-12)
         batches, local = self._batches, self.walk.local(i)
         enough = (_SLIGHT * size.scale if self._sharp else math.inf) * batches.suprema[i].clamp(min=1e-300)
-        below, above, third = batches.beyond(i, size.radius, enough)
-        self.beyond[i] = low, high = (tiny + below) * (1 + 1e-10), (tiny + above) * (1 + 1e-10)
+        rests = batches.beyond(i, size.radius, enough, tiny)
+        self.beyond[i] = rests.low, rests.high
         attention = local.attention
         if attention is not None and i in batches.bends:
             attention.bending = batches.ranges(batches.bends[i], size.radius)[0]
-        third = None if third is None else (third + tiny) * (1 + 1e-10)
-        moves = local.settle(size, low, high, tiny, float(moved[i]), third)
+        moves = local.settle(size, rests, float(moved[i]))
         if attention is not None and i in batches.outputs:
             attention.output_rests = batches.ranges(batches.outputs[i], size.radius)[0]
         return moves
@@ -247,7 +246,8 @@ class Margins:
     def _expand(self, problem: Problem, s: int, settled: _Settled) -> None:
         """The exact second order of a margin, and numbers for the third and for all that is beyond."""
         jets = self._batches.jets
-        assert jets is not None and settled.orders is not None
+        assert jets is not None
+        assert settled.orders is not None
         _, third, beyond = (float(part[s]) for part in settled.orders)
         problem.add("second order", jets.forms[s], float(jets.unsure[s]))
         problem.lose("third order", third)
@@ -281,6 +281,7 @@ class Margins:
     def _searched(self, scale: float, most: float, proved: float, precision: float, known: float) -> float:
         """The largest scale that is proved, from one that is tried first; at least the one that is proved already."""
         first, failed, settled = most, False, 0
+        near = _NEARER if self._batches.expanded else _NEAR
         for _ in range(_SETTLED + _BLIND):
             try:
                 with torch.no_grad():
@@ -294,7 +295,7 @@ class Margins:
                 scale = max(known, math.sqrt(scale))
                 continue
             settled += 1
-            if settled == _SETTLED or most <= proved * (1 + precision * (_NEAR if failed else 1.0)) or most <= known:
+            if settled == _SETTLED or most <= proved * (1 + precision * (near if failed else 1.0)) or most <= known:
                 break
             if failed and proved == 0:
                 scale = max(known, most / 3)

@@ -18,7 +18,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms.local import THETA, Local, Problem, Size, Twist
+from holdfast.compositions.forms.local import THETA, Problem, Rests, Size, SmoothLocal, Twist, token_lengths
 from holdfast.compositions.forms.suprema import QuadraticSums, Squares, worth
 from holdfast.compositions.forms.third import Triples
 from holdfast.compositions.forms.units import spread
@@ -26,7 +26,7 @@ from holdfast.layers.norm.piece import Normalisation
 from holdfast.linalg import Ball
 from holdfast.linalg.directions import Directions
 from holdfast.linalg.rounding import frobenius_upper
-from holdfast.linalg.squarings import thin_gram_norm
+from holdfast.linalg.squarings import gram_norm, thin_gram_norm
 
 _SMALL = 1e-100
 _NARROW = 2.0**-22  # what float32 takes of a number, and more
@@ -53,8 +53,38 @@ class Tokens:
         return Tokens(self.tokens, **parts)
 
 
+@dataclass
+class TokenOrders:
+    """The second or third order of every token's w: inner products (i, d, d) of its coordinates, and a joint norm.
+
+    What is computed of a coordinate is accurate within `unsure`.
+    """
+
+    gram: Tensor
+    norm: Tensor
+    unsure: float
+
+    @classmethod
+    def of(cls, w: Tensor) -> TokenOrders:
+        count, d, _ = w.shape
+        return cls(torch.zeros(count, d, d, dtype=torch.float64), torch.zeros(count, dtype=torch.float64), 0.0)
+
+    def add(self, w: Tensor, count: Tensor, unsure: float) -> None:
+        """A part (i, d, m) of the coefficients, each of which stands for so many."""
+        self.gram += (w * count) @ w.mT
+        self.unsure = max(self.unsure, unsure)
+
+    def most(self, tokens: Tensor, m: Tensor, size: Tensor) -> Tensor:
+        """(S, i) bounds of |m·w| on the unit ball, for m of these lengths at most."""
+        gram = self.gram[tokens]
+        square = torch.einsum("sic,ice,sie->si", m, gram, m).clamp(min=0.0)
+        traces = torch.einsum("icc->i", gram)
+        rounding = size * (gram.shape[-1] ** 0.5 * self.unsure)
+        return ((square + (8 * THETA + _NARROW) * size.square() * traces).sqrt() + rounding) * (1 + 1e-9)
+
+
 @final
-class Normalised(Local):
+class Normalised(SmoothLocal):
     """A normalisation at ũ, for the tokens i that matter."""
 
     def __init__(self, u: Tensor, piece: Normalisation) -> None:
@@ -92,7 +122,7 @@ class Normalised(Local):
         return self._piece.pull(self.u, C), frobenius_upper(C) * (8 * self._theta * self._pull_size)
 
     def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
-        return self._piece.push(self.u, T), frobenius_upper(T) * (8 * self._theta * self._pull_size)
+        return self._piece.push(self.u, T), token_lengths(T) * (8 * self._theta * self._pull_size)
 
     def second_order(self, directions: Directions) -> tuple[Tensor, float]:
         """Scale ⊙ (½n(3a² - b) - a w), token by token."""
@@ -227,11 +257,15 @@ class Normalised(Local):
         size: Tensor = self._length.square() / 2 + 1.5 * self._lengths.square() + self._lengths * self._length
         return size
 
-    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float, third: Tensor | None) -> float:
-        self._size, self._third = size, None if third is None else self._split(third)
-        self._rest_w, self._rest_a = self._split(torch.maximum(low, high))
+    def settle(self, size: Size, rests: Rests, moved: float) -> float:
+        self._size = size
+        self._third, self._fourth = (None if x is None else self._split(x) for x in (rests.third, rests.fourth))
+        self._rest_w, self._rest_a = self._split(rests.most)
         first_w, first_a = (x * size.scale for x in self._first)
         self._rest = torch.linalg.vector_norm(self._rest_w, dim=-1) * (1 + 1e-12)
+        if self._third is not None:  # all coordinates of the second order together
+            joint = size.radius**2 * self._met[0].norm + torch.linalg.vector_norm(self._third[0], dim=-1)
+            self._rest = torch.minimum(self._rest, joint * (1 + 1e-9))
         self._w = torch.minimum(size.radius * self._norm, torch.linalg.vector_norm(first_w, dim=-1)) * (1 + 1e-12)
         self._a = first_a * (1 + 1e-12)
         a = (self._a + self._rest_a) * (1 + 1e-12)
@@ -267,13 +301,42 @@ class Normalised(Local):
         on_b, on_a = on_b * (1 + eta_w) + along / 2 * eta_w, on_a * (1 + eta_a) + 1.5 * along * eta_a
         return on_b * (1 + 1e-9), on_a * (1 + 1e-9), number.sum(-1) * (1 + 1e-9)
 
-    def _beyond_third(self, one: Tokens, third: tuple[Tensor, Tensor]) -> Tensor:
+    def meet(self, degree: int, order: Tensor, count: Tensor, unsure: float, directions: Directions) -> None:
+        w, _ = self._split(order)
+        if degree == 2:
+            self._met = TokenOrders.of(w), TokenOrders.of(w)
+            place = directions.place
+            squares = torch.stack([torch.einsum("cpq,cqr->pr", T, T) for T in (token[:, place] for token in w)])
+            error = 8 * THETA * torch.einsum("ipp->i", squares)
+            bound = gram_norm(squares, error, 2) + unsure * w.shape[1] ** 0.5
+            self._met[0].norm = bound * (1 + 1e-9)
+        self._met[degree - 2].add(w, count, unsure)
+
+    def _turned(self, one: Tokens, earlier: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(S, i) bounds of what v has beyond first order, and beyond second: by coordinates, or as forms of its own.
+
+        A covector at one token whose ways all lead through here is ⟨μ, Aδ⟩ = v - m₀a behind its first order, so that
+        what earlier places add to it beyond third order, and m₀a's own, is what v has.
+        """
+        assert self._third is not None
+        assert self._fourth is not None
+        t, r = one.tokens, self._size.radius
+        m = one.m.abs() * (1 + _NARROW) + 1e-37
+        rest, third, fourth = (
+            (m * x[t]).sum(-1) * (1 + 1e-12) for x in (self._rest_w, self._third[0], self._fourth[0])
+        )
+        if earlier is not None and len(t) == 1:
+            fourth = torch.minimum(fourth, earlier.unsqueeze(-1) + one.most_along * self._fourth[1][t])
+        second, cubic = (met.most(t, one.m, one.size) * r**k for k, met in ((2, self._met[0]), (3, self._met[1])))
+        third = torch.minimum(third, (cubic + fourth) * (1 + 1e-9))
+        return torch.minimum(rest, (second + third) * (1 + 1e-9)), third
+
+    def _beyond_third(self, one: Tokens, third: tuple[Tensor, Tensor], earlier: Tensor | None) -> Tensor:
         """(S) bounds of what is beyond third order, where the functions' rests from there on are `third`."""
         t, m0, v = one.tokens, one.most_along, self._size.radius * one.v
         w, a, rest, rest_a = self._w[t], self._a[t], self._rest[t], self._rest_a[t]
         third_w, third_a = (x[t] for x in third)
-        m = one.m.abs() * (1 + _NARROW) + 1e-37
-        rest_v, third_v = ((m * x).sum(-1) * (1 + 1e-12) for x in (self._rest_w[t], third_w))
+        rest_v, third_v = self._turned(one, earlier)
         norm = torch.linalg.vector_norm(third_w, dim=-1)
         all_a, b, all_v = a + rest_a, (w + rest).square(), v + rest_v
         bent_w, bent_a = rest * (2 * w + rest), rest_a * (2 * a + rest_a)  # of b and a²
@@ -295,13 +358,19 @@ class Normalised(Local):
         return (second + self._unsure(one) * (r * r)) * (1 + 1e-9)
 
     def range(
-        self, prepared: Tokens | None, varying: Tensor | None, enough: Tensor | None = None, *, bent: bool = True
+        self,
+        prepared: Tokens | None,
+        varying: Tensor | None,
+        enough: Tensor | None = None,
+        *,
+        bent: bool = True,
+        earlier: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         most = torch.zeros((), dtype=torch.float64) if varying is None else varying @ self._output_rests
         if prepared is not None:
             one, r = prepared.some(slice(None)), self._size.radius
             if not bent and self._third is not None:
-                most = most + self._beyond_third(one, self._third)
+                most = most + self._beyond_third(one, self._third, earlier)
                 return most * (1 + 1e-9), most * (1 + 1e-9)
             on_b, on_a, number = self._weights(one)
             weights = self._everywhere(one.tokens, on_b, on_a)

@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms.local import THETA, Local, Problem, Size, Twist
+from holdfast.compositions.forms.local import THETA, Problem, Rests, Size, SmoothLocal, Twist
 from holdfast.compositions.forms.suprema import QuadraticSums, worth
 from holdfast.compositions.forms.third import Triples
 from holdfast.compositions.forms.units import Wiring, Written, spread
@@ -43,7 +43,7 @@ class Bends:
 
 
 @final
-class SmoothUnits(Local):
+class SmoothUnits(SmoothLocal):
     """Units of one piece with a smooth function.
 
     Args:
@@ -152,10 +152,10 @@ class SmoothUnits(Local):
         """Of numbers of all units those at some of their tokens."""
         return x.reshape(-1, self._units)[tokens].flatten()
 
-    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float, third: Tensor | None) -> float:
+    def settle(self, size: Size, rests: Rests, moved: float) -> float:
         self._size = size
         self._rho = rho = self._first * size.scale * (1 + 1e-12)
-        rest = torch.maximum(low, high)
+        rest, third = rests.most, rests.third
         reach = (rho + rest) * (1 + 1e-12)
         low, high = down(self._low - reach), up(self._high + reach)
         reached = self._phi.range(2, low, high)
@@ -178,7 +178,13 @@ class SmoothUnits(Local):
         return self._wiring.grown(moved, float(torch.linalg.vector_norm(slopes * reach))) * (1 + 1e-10)
 
     def range(
-        self, prepared: Bends | None, varying: Tensor | None, enough: Tensor | None = None, *, bent: bool = True
+        self,
+        prepared: Bends | None,
+        varying: Tensor | None,
+        enough: Tensor | None = None,
+        *,
+        bent: bool = True,
+        earlier: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         beyond = torch.zeros((), dtype=torch.float64) if varying is None else varying @ self._steep
         if prepared is None:

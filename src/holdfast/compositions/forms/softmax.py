@@ -12,7 +12,7 @@ from holdfast.attention.layer import project
 from holdfast.attention.rotary import Rotary
 from holdfast.compositions.forms.covered import Covered, Four, Softened, at_rows
 from holdfast.compositions.forms.heads import HeadRows
-from holdfast.compositions.forms.local import THETA, Local, Problem, Size, Twist
+from holdfast.compositions.forms.local import THETA, Problem, Rests, Size, SmoothLocal, Twist, token_lengths
 from holdfast.compositions.forms.suprema import length
 from holdfast.compositions.forms.third import HeadTwists, Triples, beyond_third
 from holdfast.layers.attention.piece import Attention
@@ -38,7 +38,7 @@ class AttentionRows:
 
 
 @final
-class Softmax(Local):
+class Softmax(SmoothLocal):
     """An attention layer at ũ; h heads, rows i that matter, keys j."""
 
     def __init__(self, piece: Attention, u: Tensor) -> None:
@@ -91,13 +91,14 @@ class Softmax(Local):
         return self._at.pull(C.unsqueeze(1)).squeeze(1), frobenius_upper(C) * (8 * self._theta * self._pull_size())
 
     def _pull_size(self) -> float:
-        """The norm of the derivative on absolute values: rows of p have norms of at most 1, centring at most doubles."""
+        """The derivative's norm on absolute values: rows of p have norms of at most 1, centring at most doubles."""
         w_q, w_k, w_v = self._map_sizes()
         q, k = (float(length(x, 3)) for x in (self._q, self._k))
-        return self._outer * (len(self.u) ** 0.5 * w_v + 2 * self._value * (k * w_q + q * w_k)) + abs(self._residual)
+        heads = self._outer * (len(self.u) ** 0.5 * w_v + 2 * self._value * (k * w_q + q * w_k))
+        return float(heads + abs(self._residual))
 
     def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
-        return self._at.push(T.unsqueeze(1)).squeeze(1), frobenius_upper(T) * (8 * self._theta * self._pull_size())
+        return self._at.push(T.unsqueeze(1)).squeeze(1), token_lengths(T) * (8 * self._theta * self._pull_size())
 
     def second_order(self, directions: Directions) -> tuple[Tensor, float]:
         heads = self._heads[None]
@@ -205,22 +206,28 @@ class Softmax(Local):
 
     # -- at a scale
 
-    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float, third: Tensor | None) -> float:
-        rests, small = self._split(torch.maximum(low, high)), self._split(tiny)
-        self._third = None if third is None else self._split(third)
+    def settle(self, size: Size, rests: Rests, moved: float) -> float:
+        all_rests, small = self._split(rests.most), self._split(rests.tiny)
+        self._third = None if rests.third is None else self._split(rests.third)
         whole = self._heads[None]
-        bending = None if self.bending is None else self.bending.reshape(rests[3].shape)
-        turned = whole.settle(size, rests, small, bending)
+        bending = None if self.bending is None else self.bending.reshape(all_rests[3].shape)
+        turned = whole.settle(size, all_rests, small, bending)
         for row, heads in self._heads.items():
             if row is not None:
                 chosen = torch.tensor([row])
                 own = None if bending is None else bending[:, chosen]
-                heads.settle(size, at_rows(rests, chosen), at_rows(small, chosen), own)
+                heads.settle(size, at_rows(all_rests, chosen), at_rows(small, chosen), own)
         out = torch.linalg.vector_norm(turned) * self._outer
         return float((out + abs(self._residual) * moved) * (1 + 1e-9))
 
     def range(
-        self, prepared: AttentionRows | None, varying: Tensor | None, enough: Tensor | None = None, *, bent: bool = True
+        self,
+        prepared: AttentionRows | None,
+        varying: Tensor | None,
+        enough: Tensor | None = None,
+        *,
+        bent: bool = True,
+        earlier: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         most = torch.zeros((), dtype=torch.float64)
         if prepared is not None:

@@ -62,7 +62,7 @@ class HeadTwists:
     def __init__(self, heads: HeadRows, second: Four, directions: Directions) -> None:
         self._heads, self._second = heads, second
         first, other = directions.first, directions.second
-        p, (Q, K, _, L) = heads.soft.p, heads.rows
+        p, (Q, _, _, L) = heads.soft.p, heads.rows
         weights = p.unsqueeze(-1)
         pairs = []
         for i in range(L.shape[1]):
@@ -114,7 +114,10 @@ def beyond_third(heads: HeadRows, one: Covered, third: Four) -> Tensor:
     quartic = s.tau**4 * s.tau.exp() / 24 + s.tau.square() / 2 * off  # |α - ½t² - ℓ³/6|
     on_g = quartic + s.rest_l * s.most_b + s.logit * s.rest_b + s.most_b.square() / 2
     most = p * (on_g * g + s.most_b * n_rest + s.rest_b * n + square * n_all + s.logit.square() / 2 * n_rest)
-    first, mean = (p * s.logit.square()).sum(-1) / 2, (p * (1 + s.beyond) / 2 * s.tau.square()).sum(-1)
+    # E[½ℓ²] to first order, where all keys share the budget, and E[α]
+    first = torch.minimum((p * s.logit.square()).sum(-1), (r * heads.mean_norm).square()) / 2
+    root = (2 * first).sqrt() + (p * off.square()).sum(-1).sqrt()
+    mean = torch.minimum((p * (1 + s.beyond) * s.tau.square()).sum(-1), (1 + s.beyond.amax(-1)) * root.square()) / 2
     N = r * one.slope
     N_off = (p * (off * g + s.tau * n_all)).sum(-1) + mean * (g + n_all).amax(-1)
     divided = (N + N_off) * ((p * square).sum(-1) + mean.square()) + N_off * first

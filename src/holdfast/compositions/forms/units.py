@@ -12,7 +12,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms.local import THETA
+from holdfast.compositions.forms.local import THETA, token_lengths
 from holdfast.layers.perceptron.piece import KinkedMlp, Mlp
 from holdfast.linalg import Ball
 from holdfast.linalg.rounding import frobenius_upper
@@ -87,7 +87,7 @@ class Hidden(Wiring):
         out = (T @ self._piece.w1) * slopes.mid @ self._piece.w2
         if self._piece.residual:
             out = out + T * self._piece.residual
-        return out, frobenius_upper(T) * self._lost(slopes)
+        return out, token_lengths(T) * self._lost(slopes)
 
     def _lost(self, slopes: Ball) -> float:
         """What rounding does to the derivative and to its transpose, in norm."""

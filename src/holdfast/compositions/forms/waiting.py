@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms.local import Local, Problem, Size, Twist
+from holdfast.compositions.forms.local import Local, Problem, Rests, Size, SmoothLocal, Twist
 from holdfast.compositions.forms.softmax import Softmax
 from holdfast.compositions.forms.third import Triples
 from holdfast.layers.beside import KinkedBeside, SmoothBeside
@@ -19,7 +19,6 @@ from holdfast.linalg.directions import Directions
 from holdfast.linalg.rounding import UNIT, frobenius_upper
 
 
-@final
 class Waiting(Local):
     """A piece beside others, at ũ.
 
@@ -53,34 +52,10 @@ class Waiting(Local):
     def attention(self) -> Softmax | None:
         return self._inner.attention
 
-    @property
-    def smooth(self) -> bool:
-        return self._inner.smooth
-
     def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
         pulled, lost = self._inner.pull(self._part.new(C))
         added = (frobenius_upper(C) + frobenius_upper(pulled) * self._root) * ((self._part.times + 2) * UNIT)
         return self._part.back(C, pulled), (lost * self._root + added) * (1 + 1e-12)
-
-    def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
-        pushed, lost = self._inner.push(self._part.take(T))
-        return self._part.join(T, pushed), (lost + (frobenius_upper(T) + frobenius_upper(pushed)) * UNIT) * (1 + 1e-12)
-
-    def second_order(self, directions: Directions) -> tuple[Tensor, float]:
-        new, defect = self._inner.second_order(directions)
-        return self._part.join(new.new_zeros(len(new), *self.u.shape), new), defect
-
-    def functions(self, T: Tensor) -> Tensor:
-        return self._inner.functions(self._part.take(T))
-
-    def third_order(self, second: Tensor, size: float, directions: Directions) -> tuple[Twist, float]:
-        twist, defect = self._inner.third_order(second, size, directions)
-
-        def at(triples: Triples) -> Tensor:
-            new = twist(triples)
-            return self._part.join(new.new_zeros(len(new), *self.u.shape), new)
-
-        return at, defect
 
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         C, error = self._inner.covectors(torch.arange(self._part.outputs[0]))
@@ -93,17 +68,56 @@ class Waiting(Local):
     def prepare(self, mu: Tensor) -> Any:
         return self._inner.prepare(self._part.new(mu))
 
-    def settle(self, size: Size, low: Tensor, high: Tensor, tiny: Tensor, moved: float, third: Tensor | None) -> float:
-        out = self._inner.settle(size, low, high, tiny, moved * self._root * (1 + 1e-12), third)
+    def settle(self, size: Size, rests: Rests, moved: float) -> float:
+        out = self._inner.settle(size, rests, moved * self._root * (1 + 1e-12))
         return (moved + out) * (1 + 1e-12)
 
     def range(
-        self, prepared: Any | None, varying: Tensor | None, enough: Tensor | None = None, *, bent: bool = True
+        self,
+        prepared: Any | None,
+        varying: Tensor | None,
+        enough: Tensor | None = None,
+        *,
+        bent: bool = True,
+        earlier: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return self._inner.range(prepared, varying, enough, bent=bent)
+        return self._inner.range(prepared, varying, enough, bent=bent, earlier=earlier)
 
     def take(self, prepared: Any, s: int, problem: Problem, varying: Tensor | None) -> None:
         self._inner.take(prepared, s, problem, varying)
 
     def seen(self, mu: Tensor) -> tuple[Tensor, float]:
         return self._inner.seen(self._part.new(mu))
+
+
+@final
+class SmoothWaiting(Waiting, SmoothLocal):
+    """A smooth piece beside others."""
+
+    def __init__(self, u: Tensor, piece: SmoothBeside, inner: Local) -> None:
+        super().__init__(u, piece, inner)
+        assert isinstance(inner, SmoothLocal)
+        self._smooth = inner
+
+    def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
+        pushed, lost = self._smooth.push(self._part.take(T))
+        return self._part.join(T, pushed), (lost + (frobenius_upper(T) + frobenius_upper(pushed)) * UNIT) * (1 + 1e-12)
+
+    def second_order(self, directions: Directions) -> tuple[Tensor, float]:
+        new, defect = self._smooth.second_order(directions)
+        return self._part.join(new.new_zeros(len(new), *self.u.shape), new), defect
+
+    def functions(self, T: Tensor) -> Tensor:
+        return self._smooth.functions(self._part.take(T))
+
+    def meet(self, degree: int, order: Tensor, count: Tensor, unsure: float, directions: Directions) -> None:
+        self._smooth.meet(degree, order, count, unsure, directions)
+
+    def third_order(self, second: Tensor, size: float, directions: Directions) -> tuple[Twist, float]:
+        twist, defect = self._smooth.third_order(second, size, directions)
+
+        def at(triples: Triples) -> Tensor:
+            new = twist(triples)
+            return self._part.join(new.new_zeros(len(new), *self.u.shape), new)
+
+        return at, defect

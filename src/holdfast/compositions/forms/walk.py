@@ -141,6 +141,11 @@ class CentreWalk:
         """The places that are not affine."""
         return [i for i, place in enumerate(self.places) if not isinstance(place.piece, LinearPiece)]
 
+    def on_every_way(self, i: int, before: int) -> bool:
+        """Whether all ways to the input of a place, or to the features, lead through place i."""
+        members, skip, _ = next(stage for stage in self.stages if i in stage[0])
+        return not skip or before in members
+
     def local(self, i: int) -> Local:
         """Of a place that is not affine."""
         local = self.places[i].local
