@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from holdfast.compositions.forms.kinks import Kinks
-from holdfast.compositions.forms.local import Size
+from holdfast.compositions.forms.local import Rests, Size
 from holdfast.compositions.forms.region import Region
 from holdfast.compositions.forms.units import Entries
 from holdfast.linalg import Ball
@@ -24,7 +24,7 @@ def test_what_lies_beyond_first_order_counts_on_its_side(at: float, slopes: tupl
     unit.place(first.unsqueeze(0), first)
     low, high = (nothing, beyond) if rise else (beyond, nothing)
     region = Region.of(Ball.exact(torch.eye(1).double()), None)
-    unit.settle(Size.of(region, 1.0), low, high, nothing, 1.125)
+    unit.settle(Size.of(region, 1.0), Rests(low, high, nothing), 1.125)
     least, most = unit.range(unit.prepare(torch.ones(1, 1, 1).double()), None)
 
     h = torch.linspace(-0.125 - float(low), 0.125 + float(high), 201).double()

@@ -46,6 +46,7 @@ class Tokens:
     size: Tensor
     v: Tensor
     bent: Tensor
+    alone: Tensor  # (S) 1 for a covector at one token
 
     def some(self, index: Tensor | slice) -> Tokens:
         """A part of the covectors, in float64."""
@@ -224,7 +225,8 @@ class Normalised(SmoothLocal):
         most = (along.abs() + 2 * theta * size) * (1 + 1e-12)
         square = torch.einsum("sic,ice,sie->si", m, self._gram[tokens], m).clamp(min=0.0)
         v = (square + 8 * theta * (size * self._length[tokens]).square()).sqrt() * (1 + 1e-10)
-        return Tokens(tokens, m.float(), along, most, size, v, torch.full((len(m),), torch.nan).double())
+        alone = ((mu != 0).any(-1).sum(-1) == 1).double()
+        return Tokens(tokens, m.float(), along, most, size, v, torch.full((len(m),), torch.nan).double(), alone)
 
     def _bent(self, prepared: Tokens, index: Tensor) -> Tensor:
         """Bounds of |Q₂| on the unit ball for some of a batch; what is known is kept."""
@@ -325,8 +327,9 @@ class Normalised(SmoothLocal):
         rest, third, fourth = (
             (m * x[t]).sum(-1) * (1 + 1e-12) for x in (self._rest_w, self._third[0], self._fourth[0])
         )
-        if earlier is not None and len(t) == 1:
-            fourth = torch.minimum(fourth, earlier.unsqueeze(-1) + one.most_along * self._fourth[1][t])
+        if earlier is not None:
+            own = torch.minimum(fourth, earlier.unsqueeze(-1) + one.most_along * self._fourth[1][t])
+            fourth = torch.where(one.alone.unsqueeze(-1) > 0, own, fourth)
         second, cubic = (met.most(t, one.m, one.size) * r**k for k, met in ((2, self._met[0]), (3, self._met[1])))
         third = torch.minimum(third, (cubic + fourth) * (1 + 1e-9))
         return torch.minimum(rest, (second + third) * (1 + 1e-9)), third

@@ -194,8 +194,9 @@ class SmoothUnits(SmoothLocal):
             self._among(x, tokens)
             for x in (self._third if bent else self._left, self._steep, self._second, self._bend.sign())
         )
-        narrow = _NARROW * (c.abs() @ steep) + _TINY * steep.sum()
-        beyond = beyond + c.abs() @ third + prepared.written.lost(steep) + narrow
+        most = torch.maximum(steep, third)  # of what a coefficient multiplies
+        narrow = _NARROW * (c.abs() @ most) + _TINY * most.sum()
+        beyond = beyond + c.abs() @ third + prepared.written.lost(most) + narrow
         if not bent:
             return beyond * (1 + 1e-9), beyond * (1 + 1e-9)
         turned = c * sign
@@ -204,8 +205,8 @@ class SmoothUnits(SmoothLocal):
         unknown = large[prepared.norm[large].isnan()]
         for part in torch.split(unknown, _TOGETHER):
             prepared.norm[part] = self._norms(c[part], tokens)
-        most = prepared.norm * (self._size.radius * self._size.radius)
-        low, high = (torch.where(most < part, most, part) + beyond for part in (low, high))
+        norm = prepared.norm * (self._size.radius * self._size.radius)
+        low, high = (torch.where(norm < part, norm, part) + beyond for part in (low, high))
         return low * (1 + 1e-9), high * (1 + 1e-9)
 
     def take(self, prepared: Bends, s: int, problem: Problem, varying: Tensor | None) -> None:

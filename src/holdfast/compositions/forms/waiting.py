@@ -81,7 +81,7 @@ class Waiting(Local):
         bent: bool = True,
         earlier: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return self._inner.range(prepared, varying, enough, bent=bent, earlier=earlier)
+        return self._inner.range(prepared, varying, enough, bent=bent)  # what waits goes another way
 
     def take(self, prepared: Any, s: int, problem: Problem, varying: Tensor | None) -> None:
         self._inner.take(prepared, s, problem, varying)
