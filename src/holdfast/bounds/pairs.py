@@ -131,13 +131,13 @@ class _Chosen:
             grown(top, self.base, weights, far).minimum(up((weights * far).sum(-1), far.shape[-1])).sqrt()
             for top, far in ((self.value_top, self.here.value_far), (self.key_top, self.here.key_far))
         )
-        omega = up(value + damping * near * maps.value.each.unsqueeze(-1))
+        omega = up(value + damping * near * maps.value.sizes.unsqueeze(-1))
         drawn = up(omega.square().unsqueeze(-1) * weights).mT
         keys = grown(self.drawn_top, self.drawn, drawn, self.here.query_length).sqrt()
-        queries = up(omega * (key + damping * near * maps.key.each.unsqueeze(-1)))
+        queries = up(omega * (key + damping * near * maps.key.sizes.unsqueeze(-1)))
         weight, bent = self._weights(r, q, u)
-        bilinear = over_heads(bent * maps.query.each, out, maps.key)
-        bilinear = bilinear.minimum(over_heads(bent * maps.key.each, out, maps.query))
+        bilinear = over_heads(bent * maps.query.sizes, out, maps.key)
+        bilinear = bilinear.minimum(over_heads(bent * maps.key.sizes, out, maps.query))
         joined = up(out.norm[0] * up(self.mu + self._largest(r, weight).square()).sqrt())
         rest = over_heads(queries.amax(-1), out, maps.query) + over_heads(keys.amax(-1), out, maps.key)
         whole = up(self.here.residual + joined + rest + bilinear * r).mT
@@ -152,7 +152,7 @@ class _Chosen:
     def _weights(self, r: Float64[Tensor, "e B"], q: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """(e, B, N) √π_s Ω_li of the chosen pairs, and (e, B, h) the largest Ω_li √λ_li."""
         spread = cover(q).amax(-1).clamp(max=0.5).sqrt()
-        moved = spread * r[..., None, None] * self.here.maps.value.each.unsqueeze(-1)
+        moved = spread * r[..., None, None] * self.here.maps.value.sizes.unsqueeze(-1)
         every = torch.arange(len(self.head), device=q.device).unsqueeze(-1)
         one, other, most, least = (
             t[:, every, self.head, self.row, at] for t in (q, u) for at in (self.first, self.second)
@@ -268,7 +268,7 @@ def _most_important(here: AtPoint, query: Tensor, key: Tensor, value: Tensor, to
     apart, turned = (torch.cdist(z, z).gather(-2, index).reshape(B, h, 2, n, n) for z in (value, key))
     p = here.p.unsqueeze(-3) * here.p.gather(-1, top).movedim(-1, -2).unsqueeze(-1)
     maps, length = here.maps, torch.linalg.vector_norm(query, dim=-1)[:, :, None, :, None]
-    gains = [t.each[:, None, None, None] for t in (maps.key, maps.query)]
+    gains = [t.sizes[:, None, None, None] for t in (maps.key, maps.query)]
     moved = p * apart * (math.sqrt(2) * length * gains[0] + turned * gains[1])
     moved[:, :, 1].scatter_(-1, top[..., :1], -1.0)  # it stands at the other side already
     best = moved.flatten(1).topk(number_of_pairs(h, n))

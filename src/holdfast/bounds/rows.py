@@ -74,12 +74,12 @@ class _Joined:
     """Maps W_1 … W_h, each taken as t_l (W_l/t_l), so that heads of unequal size can be joined by one norm.
 
     Attributes:
-        each: (h) ‖W_l‖.
+        sizes: (h) ‖W_l‖.
         factors: (3, h) three choices of t: 1, ‖W_l‖, and ‖W_l‖ or what is nearly the largest of them.
         norm: (3) ‖[W_1/t_1, …, W_h/t_h]‖.
     """
 
-    each: Float64[Tensor, " h"]
+    sizes: Float64[Tensor, " h"]
     factors: Float64[Tensor, "3 h"]
     norm: Float64[Tensor, " 3"]
 
@@ -114,7 +114,7 @@ class _Maps(Generic[Array]):
 def _maps(a: Arithmetic[Array], w: Weights[Array], scale: float, rotary: Rotary | None) -> _Maps[Array]:
     w_q, w_k, rho = w.w_q * scale, w.w_k, 1.0 if rotary is None else rotary.norm
     query, key = _joined(a, w_q * rho), _joined(a, w_k * rho)
-    scores = a.matrix_norm(a.product(w_q, w_k)) if rotary is None else a.lift(up(query.each * key.each))
+    scores = a.matrix_norm(a.product(w_q, w_k)) if rotary is None else a.lift(up(query.sizes * key.sizes))
     return _Maps(
         query=query,
         key=key,
@@ -209,15 +209,15 @@ class AtPoint:
         d = cover(q)
         damping = d.amax(-1).clamp(max=0.5).sqrt()
         spread = grown(self.value_top, self.p, q, self.value_far).minimum(self.value_far.amax(-1)).sqrt()
-        omega = up(spread + damping * r[..., None, None] * self.maps.value.each.unsqueeze(-1))
+        omega = up(spread + damping * r[..., None, None] * self.maps.value.sizes.unsqueeze(-1))
         kappa = grown(self.key_top, self.p, q, self.key_far).minimum(self.key_far.amax(-1)).sqrt()
         drawn = up(omega.square().unsqueeze(-1) * d).mT
         keys, shared = (
             grown(self.drawn_top, self.drawn, w, self.query_length).sqrt() for w in (drawn, drawn / self.share)
         )
         bent, Q, K, out = up((omega * damping).amax(-1)), self.maps.query, self.maps.key, self.maps.output
-        bilinear = over_heads(bent * Q.each, out, K).minimum(over_heads(bent * K.each, out, Q))
-        queries = up(omega * (kappa + damping * r[..., None, None] * K.each.unsqueeze(-1)))
+        bilinear = over_heads(bent * Q.sizes, out, K).minimum(over_heads(bent * K.sizes, out, Q))
+        queries = up(omega * (kappa + damping * r[..., None, None] * K.sizes.unsqueeze(-1)))
         parts = {
             "fixed": self.fixed.expand(r.shape[:1] + self.fixed.shape),
             "queries": over_heads((omega * kappa).amax(-1), out, Q),

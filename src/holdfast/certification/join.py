@@ -102,9 +102,9 @@ def check_order(run: CertificationRun) -> None:
         return
     right = [record for record in run.records if record.correct]
     proved = sorted(record.radius for record in right)
-    found = sorted(record.attack_radius or 0.0 for record in right)
-    for radius in sorted({0.0, *run.radii, *proved, *found}):
-        certified, attacked = len(right) - bisect_left(proved, radius), len(right) - bisect_right(found, radius)
+    nearest = sorted(record.attack_radius or 0.0 for record in right)
+    for radius in sorted({0.0, *run.radii, *proved, *nearest}):
+        certified, attacked = len(right) - bisect_left(proved, radius), len(right) - bisect_right(nearest, radius)
         if radius < math.inf and not certified <= attacked <= len(right):
             raise SoundnessError(
                 f"at radius {radius!r} {certified} inputs are certified, the attack leaves {attacked} of {len(right)}; "

@@ -68,10 +68,10 @@ class RadiusRecord(Shown):
         if self.attack_radius is not None and not self.attack_radius >= 0:
             raise InputError(f"{where}: the attack radius is {self.attack_radius!r}; expected a number from 0 on")
         # The ball is closed and the witness lies outside of it, so equality contradicts as well.
-        found = math.inf if self.attack_radius is None else self.attack_radius
-        if self.radius > found or (self.radius == found and self.prediction != UNDECIDED):
+        nearest = math.inf if self.attack_radius is None else self.attack_radius
+        if self.radius > nearest or (self.radius == nearest and self.prediction != UNDECIDED):
             raise SoundnessError(
-                f"{where}: the radius {self.radius!r} is not below the distance {found!r} of a perturbation that "
+                f"{where}: the radius {self.radius!r} is not below the distance {nearest!r} of a perturbation that "
                 "changes the answer; one of the two is wrong: please report the model and the input"
             )
 

@@ -116,8 +116,8 @@ class CertificationRun(Shown):
         (radius,) = check_radii(radius, "radius")
         if not self.attacked_too:
             raise InputError("the run has no attack; certify with attack=True (--attack)")
-        found = [record.correct and (record.attack_radius or 0.0) > radius for record in self.records]
-        return self._share(found)
+        unchanged = [record.correct and (record.attack_radius or 0.0) > radius for record in self.records]
+        return self._share(unchanged)
 
     def losses(self) -> dict[str, float]:
         """Of what the margins of proved inputs were lost to at their radii: the mean share of each, by name."""
