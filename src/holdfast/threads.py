@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 #: Read by OpenMP when it is loaded, with torch. Unless told so, threads that wait spin: where other processes keep the
-#: cores busy, two threads then take thirty times as long as one (docs/guides/scale-out.md).
+#: cores busy, two threads then take many times as long as one (docs/guides/scale-out.md).
 _PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 

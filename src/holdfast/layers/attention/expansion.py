@@ -111,8 +111,7 @@ class LocalAttention(LocalExpansion):
         some = self._some_pairs()
         s = torch.cat([self._logits_along(pairs) for pairs in some])
         self._sizes(s)
-        i, j = self.directions.first, self.directions.second
-        self._P2 = self._centred(self._s1[i] * self._s1[j] + s)
+        self._P2 = self._centred(self._s1[self.directions.first] * self._s1[self.directions.second] + s)
         del s
         return torch.cat([self._out(self._means_along(pairs), H[pairs]) for pairs in some])
 
