@@ -43,8 +43,10 @@ def test_rows_are_means_over_seeds_and_an_infinite_number_has_none() -> None:
     assert rows[1]["stds"] == [0.0, None]
     lines = seeds_page({"a": ".1f", "b": ".0f"}, rows).splitlines()
     assert lines[2:] == ["| plain | 2 | 2.0 ± 1.4 | 5 ± 0 |", "| JaSMin | 2 | 2.0 ± 0.0 | none |"]
-    drawn = draw_seeds({0: ("a", "%"), 1: ("b", "")}, rows)
-    assert [len(panel.containers) for panel in drawn.axes] == [2, 1]
+    alone = over_seeds({"plain": [[1.0, math.inf]]})  # one seed has no deviation
+    assert seeds_page({"a": ".1f", "b": ".0f"}, alone).splitlines()[2] == "| plain | 1 | 1.0 | none |"
+    drawn = draw_seeds({0: ("a", "%"), 1: ("b", "")}, [*rows, *alone])
+    assert [len(panel.containers) for panel in drawn.axes] == [3, 1]
 
 
 @pytest.mark.usefixtures("sentences")
@@ -91,4 +93,3 @@ def test_the_stored_table_is_what_its_numbers_say(tmp_path: Path) -> None:
     assert (tmp_path / "yudin-minilm.md").read_text() == (RESULTS / "yudin-minilm.md").read_text()
     rows = json.loads((tmp_path / "yudin-minilm.json").read_text())["summary"]["trainings"]
     assert [row["training"].split(",")[0] for row in rows] == ["plain", "JaSMin", "JaSMin", "JaSMin", "spectral"]
-    assert all(row["seeds"] == 3 for row in rows)

@@ -83,7 +83,7 @@ def training_title(recipe: str, weight: float, k: int) -> str:
 def over_seeds(trainings: Mapping[str, Sequence[Sequence[float]]]) -> list[dict[str, Any]]:
     """Mean and standard deviation of every column of numbers, from those of each seed, for every kind of training.
 
-    Both are None where a seed has an infinite number.
+    Both are None where a seed has an infinite number, and the deviation where there is one seed.
     """
     rows = []
     for name, seeds in trainings.items():
@@ -96,13 +96,18 @@ def over_seeds(trainings: Mapping[str, Sequence[Sequence[float]]]) -> list[dict[
 def _spread(column: Sequence[float]) -> tuple[float | None, float | None]:
     if not all(map(math.isfinite, column)):
         return None, None
-    return statistics.fmean(column), statistics.stdev(column) if len(column) > 1 else 0.0
+    return statistics.fmean(column), statistics.stdev(column) if len(column) > 1 else None
 
 
 def _cells(row: dict[str, Any], forms: Sequence[str]) -> list[str]:
     numbers = zip(row["means"], row["stds"], forms, strict=True)
-    told = ("none" if mean is None else f"{mean:{form}} ± {std:{form}}" for mean, std, form in numbers)
-    return [row["training"], str(row["seeds"]), *told]
+    return [row["training"], str(row["seeds"]), *(_cell(mean, std, form) for mean, std, form in numbers)]
+
+
+def _cell(mean: float | None, std: float | None, form: str) -> str:
+    if mean is None:
+        return "none"
+    return f"{mean:{form}}" + ("" if std is None else f" ± {std:{form}}")
 
 
 def seeds_table(title: str, columns: Mapping[str, str], rows: Sequence[dict[str, Any]]) -> Table:

@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, final, get_args
 
 import torch
 from torch import Tensor
@@ -22,7 +22,15 @@ from holdfast.errors import InputError
 from holdfast.graph.trace import iter_trace
 from holdfast.studies.ascent import ascended
 from holdfast.studies.minilm_training import RANDOM, FineTuned, FineTuning, fine_tune, tokens
-from holdfast.studies.penalties import draw_seeds, over_seeds, seeds_page, seeds_table, training_title, variants
+from holdfast.studies.penalties import (
+    PenaltyRecipe,
+    draw_seeds,
+    over_seeds,
+    seeds_page,
+    seeds_table,
+    training_title,
+    variants,
+)
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 
@@ -216,9 +224,10 @@ def _share(logits: Tensor, labels: Tensor) -> float:
 
 
 def summary(models: Sequence[SentencePenalty]) -> list[dict[str, Any]]:
-    """Mean and standard deviation over the seeds of every column."""
+    """Mean and standard deviation over the seeds of every column; plain training first."""
+    recipes = get_args(PenaltyRecipe)
     groups: dict[str, list[list[float]]] = {}
-    for one in models:
+    for one in sorted(models, key=lambda one: (recipes.index(one.setting.recipe), one.setting.k, one.setting.weight)):
         shares = [100 * share for share in (one.accuracy, one.clean, *one.attacked)]
         nearest = statistics.median([*one.nearest, *[math.inf] * one.not_found] or [math.inf])
         attention = [max(one.lipschitz), statistics.fmean(one.g_1), statistics.fmean(one.norm_p)]
