@@ -161,7 +161,7 @@ def finite(t: Tensor, name: str) -> None:
 def module(attention: nn.MultiheadAttention) -> None:
     """Plain self-attention: what an `AttentionLayer` can stand for."""
     reasons = {
-        "has separate key or value widths (kdim, vdim), as cross-attention has": attention.in_proj_weight is None,
+        "is for cross-attention: it has separate key or value widths (kdim, vdim)": attention.in_proj_weight is None,
         "appends bias_k and bias_v tokens": attention.bias_k is not None,
         "appends a zero token (add_zero_attn)": attention.add_zero_attn,
         f"is in training mode with dropout {attention.dropout:g}; call eval() first": (
