@@ -30,9 +30,9 @@ _SLIGHT = 0.005  # a rest of this share of a function's first order is not made 
 _BEGIN = 0.75  # the first scale that is tried, as a share of the first-order one
 _FAR, _BLIND = 4.0, 10  # a scale beyond which the search goes down by square roots, so often at most
 _SETTLED, _TRIALS, _PROOFS = 8, 8, 4  # scales for which rests are settled, tried for each, and proved at most
-_GUESS = 0.03  # the precision of the scale at which the search begins
+_GUESS = 0.08  # the precision of the scale at which the search begins
 _BEYOND = 1.02  # how far beyond the scale that is expected the search goes
-_NEAR, _NEARER = 10.0, 2.0  # how much nearer, in units of the precision, the search does not come; with jets
+_NEAR, _NEARER = 6.0, 2.0  # how much nearer, in units of the precision, the search does not come; with jets
 _ROUGH, _FARTHER = 0.3, 1.7  # of what sums of suprema prove to what is proved at last, about: at least, and at most
 _LARGE, _HOPELESS = 1024, 3.0  # coordinates from which on rests of so many times a margin end a trial at once
 _STEPS = 8  # improvements of the kinks' parameters
@@ -314,7 +314,7 @@ class Margins:
         value, slope, proved = self.walk.margins, self._slopes, self._seen[scale].margins[self.walk.others]
         bend = ((value - slope * scale - proved) / scale / scale).clamp(min=0.0)
         ends = 2 * value / (slope + (slope.square() + 4 * bend * value).sqrt()).clamp(min=1e-250)
-        return max(_BEYOND * float(ends.min()), (1 + _GUESS) * scale)
+        return _BEYOND * max(float(ends.min()), scale)
 
     def _largest_settled(self, scale: float, known: float, precision: float) -> float:
         """The largest scale with positive margins, given the rests of one that is no smaller; at least `known`.
