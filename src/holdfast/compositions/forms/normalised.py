@@ -266,7 +266,7 @@ class Normalised(SmoothLocal):
         first_w, first_a = (x * size.scale for x in self._first)
         self._rest = torch.linalg.vector_norm(self._rest_w, dim=-1) * (1 + 1e-12)
         if self._third is not None:  # all coordinates of the second order together
-            joint = size.radius**2 * self._met[0].norm + torch.linalg.vector_norm(self._third[0], dim=-1)
+            joint = size.radius * size.radius * self._met[0].norm + torch.linalg.vector_norm(self._third[0], dim=-1)
             self._rest = torch.minimum(self._rest, joint * (1 + 1e-9))
         self._w = torch.minimum(size.radius * self._norm, torch.linalg.vector_norm(first_w, dim=-1)) * (1 + 1e-12)
         self._a = first_a * (1 + 1e-12)
@@ -330,7 +330,8 @@ class Normalised(SmoothLocal):
         if earlier is not None:
             own = torch.minimum(fourth, earlier.unsqueeze(-1) + one.most_along * self._fourth[1][t])
             fourth = torch.where(one.alone.unsqueeze(-1) > 0, own, fourth)
-        second, cubic = (met.most(t, one.m, one.size) * r**k for k, met in ((2, self._met[0]), (3, self._met[1])))
+        second, cubic = (met.most(t, one.m, one.size) for met in self._met)
+        second, cubic = second * (r * r), cubic * (r * r * r)
         third = torch.minimum(third, (cubic + fourth) * (1 + 1e-9))
         return torch.minimum(rest, (second + third) * (1 + 1e-9)), third
 
