@@ -20,7 +20,7 @@ from torch import Tensor
 
 from holdfast.compositions.forms.local import THETA, Problem, Rests, Size, SmoothLocal, Twist, token_lengths
 from holdfast.compositions.forms.suprema import QuadraticSums, Squares, worth
-from holdfast.compositions.forms.third import Triples
+from holdfast.compositions.forms.third import TokenOrders, Triples
 from holdfast.compositions.forms.units import spread
 from holdfast.layers.norm.piece import Normalisation
 from holdfast.linalg import Ball
@@ -52,36 +52,6 @@ class Tokens:
         """A part of the covectors, in float64."""
         parts = {name: x[index].double() for name, x in vars(self).items() if name != "tokens"}
         return Tokens(self.tokens, **parts)
-
-
-@dataclass
-class TokenOrders:
-    """The second or third order of every token's w: inner products (i, d, d) of its coordinates, and a joint norm.
-
-    What is computed of a coordinate is accurate within `unsure`.
-    """
-
-    gram: Tensor
-    norm: Tensor
-    unsure: float
-
-    @classmethod
-    def of(cls, w: Tensor) -> TokenOrders:
-        count, d, _ = w.shape
-        return cls(torch.zeros(count, d, d, dtype=torch.float64), torch.zeros(count, dtype=torch.float64), 0.0)
-
-    def add(self, w: Tensor, count: Tensor, unsure: float) -> None:
-        """A part (i, d, m) of the coefficients, each of which stands for so many."""
-        self.gram += (w * count) @ w.mT
-        self.unsure = max(self.unsure, unsure)
-
-    def most(self, tokens: Tensor, m: Tensor, size: Tensor) -> Tensor:
-        """(S, i) bounds of |m·w| on the unit ball, for m of these lengths at most."""
-        gram = self.gram[tokens]
-        square = torch.einsum("sic,ice,sie->si", m, gram, m).clamp(min=0.0)
-        traces = torch.einsum("icc->i", gram)
-        rounding = size * (gram.shape[-1] ** 0.5 * self.unsure)
-        return ((square + (8 * THETA + _NARROW) * size.square() * traces).sqrt() + rounding) * (1 + 1e-9)
 
 
 @final
