@@ -251,8 +251,8 @@ class Normalised(SmoothLocal):
         beyond = b * self._on_b[1] + a.square() * self._on_a[1]  # |g - 1 + a|
         n = self._n[self._tokens].abs() + self._theta
         coordinate = (first_w + self._rest_w) * (1 + 1e-12)
-        rests = n * beyond.unsqueeze(-1) + coordinate * (a + beyond).unsqueeze(-1)
-        self._output_rests = (rests * self._scale.abs() * (1 + 1e-9)).flatten()
+        left_out = n * beyond.unsqueeze(-1) + coordinate * (a + beyond).unsqueeze(-1)
+        self._output_rests = (left_out * self._scale.abs() * (1 + 1e-9)).flatten()
         chord = torch.minimum(torch.full_like(b, 2.0), b.sqrt() / left)
         return self._largest * float(torch.linalg.vector_norm(chord)) * (1 + 1e-9)
 
@@ -323,7 +323,8 @@ class Normalised(SmoothLocal):
         cube = 12 * all_a.square() * b + 6 * all_a * b.square() + b**3
         most = most + m0 * (0.375 * b.square() + 5 / 16 * cube + 35 / 128 * x**4 / left**9)
         most = most + all_v * (1.5 * all_a * b + 0.375 * b.square() + 5 / 16 * x**3 / left**7)
-        return most.sum(-1) * (1 + 1e-9)
+        total: Tensor = most.sum(-1) * (1 + 1e-9)
+        return total
 
     def _term_by_term(self, one: Tokens) -> Tensor:
         """(S) bounds of |Q₂|, which norms may make smaller."""

@@ -81,7 +81,8 @@ class TokenOrders:
         square = torch.einsum("sic,ice,sie->si", m, gram, m).clamp(min=0.0)
         traces = torch.einsum("icc->i", gram)
         rounding = size * (gram.shape[-1] ** 0.5 * self.unsure)
-        return ((square + (8 * THETA + _NARROW) * size.square() * traces).sqrt() + rounding) * (1 + 1e-9)
+        most: Tensor = (square + (8 * THETA + _NARROW) * size.square() * traces).sqrt() + rounding
+        return most * (1 + 1e-9)
 
 
 def second_order(heads: HeadRows, i: int, directions: Directions) -> Tensor:
