@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.compositions.forms import Margins
+from holdfast.compositions.forms import Margins, jets
 from holdfast.compositions.forms.local import Problem
 from holdfast.compositions.forms.region import Region
 from holdfast.compositions.forms.suprema import QuadraticSums
@@ -60,6 +60,7 @@ def test_blocks_of_the_input_are_told_apart(box: bool) -> None:
 def test_norms_are_computed_for_those_alone_that_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums suffice for functions at a small scale: only the margins ask for norms there."""
     dice, asked = Dice(3), []
+    monkeypatch.setattr(jets, "_NUMBERS", 0)
     most = QuadraticSums.most
     monkeypatch.setattr(QuadraticSums, "most", lambda self, c: (asked.append(len(c)), most(self, c))[1])
     layers = [Mlp(dice.normal(4, 6), dice.normal(6), "gelu", dice.normal(6, 4), torch.zeros(4)) for _ in range(2)]

@@ -62,10 +62,11 @@ class Batches:
         self._sights: dict[int, dict[int, tuple[Tensor, float]]] = {}
         self._find_tokens(margins)
         self.jets = Jets(walk, region, in_time) if Jets.affordable(walk, region) else None
-        for i in walk.curved:
-            self._prepare(i)
         if self.jets is not None:
-            self.jets.finish()
+            self._prepare_with(self.jets)
+        else:
+            for i in walk.curved:
+                self._prepare(i)
         self._margins, self.ends = margins.without_places(), self._part(margins.at, len(margins), 1.0)
         self._prepare_outputs()
 
@@ -96,19 +97,37 @@ class Batches:
             covectors = self._walk.pulled(some, i, self._region)
             self.of[i].append(self._part(covectors.at, len(some), len(some) / len(C)))
             numbers = sum(self._walk.local(k).numbers for k in covectors.at)
-            if self.jets is None and local.attention is not None and local.attention.turns(numbers, _BUDGET):
+            if local.attention is not None and local.attention.turns(numbers, _BUDGET):
                 sights.append({k: self._walk.local(k).seen(mu) for k, mu in covectors.at.items()})
             pulled.append(covectors.without_places())
-        functions = Covectors.joined(pulled)
-        self.functions[i], self.suprema[i] = (functions, error), self._region.supremum(functions.X)
-        local.place(functions.X, self.suprema[i])
-        if self.jets is not None:
-            self.jets.reach(i, C, error)
+        self._place(i, pulled, error)
         if local.attention is not None:
             self._sights[i] = _joined(sights)
             bent = local.attention.bent(self._sights[i], _BUDGET) if self._sights[i] else None
             if bent is not None:
                 self.bends[i] = [BatchPart(len(next(iter(bent.values()))), {}, bent)]
+
+    def _place(self, i: int, pulled: list[Covectors], error: Tensor) -> None:
+        functions = Covectors.joined(pulled)
+        self.functions[i], self.suprema[i] = (functions, error), self._region.supremum(functions.X)
+        self._walk.local(i).place(functions.X, self.suprema[i])
+
+    def _prepare_with(self, jets: Jets) -> None:
+        """First the orders of all functions; then, when their tensors are gone, what earlier places make of these."""
+        for i in self._walk.curved:
+            C, error = self._walk.local(i).covectors(self.tokens[i])
+            parts = torch.split(C, self._together(i))
+            self._place(i, [self._walk.pulled(some, i, self._region).without_places() for some in parts], error)
+            jets.reach(i, C, error)
+            self._sights[i] = {}
+        jets.finish()
+        for i in self._walk.curved:
+            self.of[i] = []
+            C, _ = self._walk.local(i).covectors(self.tokens[i])
+            for some in torch.split(C, self._together(i)):
+                self._in_time()
+                at = self._walk.pulled(some, i, self._region).at
+                self.of[i].append(self._part(at, len(some), len(some) / len(C)))
 
     def _prepare_outputs(self) -> None:
         """Where covectors at an attention's output vary, every coordinate of it counts by its own rest."""
@@ -173,9 +192,10 @@ class Batches:
     def _orders(self, i: int, radius: float) -> tuple[Tensor, Tensor]:
         """Bounds of functions' second and third orders."""
         assert self.jets is not None
-        second = self.jets.second[i] * (radius**2 * (1 + 1e-10))
-        third = self.jets.third[i] * (radius**3 * (1 + 1e-10)) if self.jets.third else torch.zeros_like(second)
-        return second, third
+        second = self.jets.second[i] * (radius * radius * (1 + 1e-10))
+        if not self.jets.third:
+            return second, torch.zeros_like(second)
+        return second, self.jets.third[i] * (radius * radius * radius * (1 + 1e-10))
 
     def unsure(self, radius: float) -> Tensor:
         """What rounding may have done to the margins' second and third orders."""

@@ -21,7 +21,6 @@ from torch import Tensor
 from holdfast.compositions.forms.covered import Covered, Four, SettledHeads, Softened, at_rows, narrow
 from holdfast.compositions.forms.local import Problem, Size
 from holdfast.compositions.forms.suprema import QuadraticSums, Squares, length, shared, together, worth
-from holdfast.linalg.directions import Directions
 from holdfast.linalg.squarings import gram_norm, thin_gram_norm
 
 _SMALL = 1e-100
@@ -253,16 +252,6 @@ class HeadRows:
         keys = torch.einsum("shij,hjkp->shikp", p * g, K).flatten(1, 3)
         values = torch.einsum("shik,hjkp->shijp", m, V) + g.unsqueeze(-1) * L[:, chosen] / 2
         return left, torch.cat([keys, (p.unsqueeze(-1) * values).flatten(1, 3)], 1)
-
-    def second_order_of(self, i: int, directions: Directions) -> Tensor:
-        """(h, k, pairs) Q₂ of every coordinate of the heads' outputs at row i."""
-        first, second = directions.first, directions.second
-        p, L = self.soft.p[:, i], self._L[:, i]
-        bent = torch.einsum("hkp,hjkq->hjpq", self._Q[:, i], self._K)
-        forms = (bent[..., first, second] + bent[..., second, first] + L[..., first] * L[..., second]) / 2
-        carried = torch.einsum("hjp,hjkq->hkpq", p.unsqueeze(-1) * L, self._V)
-        weights = (p.unsqueeze(-1) * self.soft.spread[:, i]).mT  # (h, k, j)
-        return weights @ forms + (carried[..., first, second] + carried[..., second, first]) / 2
 
     def turning_size(self, covered: Covered, index: Tensor, size: float) -> Tensor:
         """(S) a bound of the turning on absolute values, for rounding."""

@@ -118,7 +118,7 @@ class Jets:
         """(K) bounds of what rounding may have done to the functions' second and third orders."""
         lost = functions.lengths @ self._defects[:, :-1].mT + functions.moving @ self._sizes[:, :-1].mT
         second, third = lost.unbind(-1)
-        return second * (radius**2 * (1 + 1e-9)), third * (radius**3 * (1 + 1e-9))
+        return second * (radius * radius * (1 + 1e-9)), third * (radius * radius * radius * (1 + 1e-9))
 
     # -- T
 

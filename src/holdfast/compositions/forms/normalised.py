@@ -20,7 +20,7 @@ from torch import Tensor
 
 from holdfast.compositions.forms.local import THETA, Problem, Rests, Size, SmoothLocal, Twist, token_lengths
 from holdfast.compositions.forms.suprema import QuadraticSums, Squares, worth
-from holdfast.compositions.forms.third import Triples
+from holdfast.compositions.forms.third import TokenOrders, Triples
 from holdfast.compositions.forms.units import spread
 from holdfast.layers.norm.piece import Normalisation
 from holdfast.linalg import Ball
@@ -52,36 +52,6 @@ class Tokens:
         """A part of the covectors, in float64."""
         parts = {name: x[index].double() for name, x in vars(self).items() if name != "tokens"}
         return Tokens(self.tokens, **parts)
-
-
-@dataclass
-class TokenOrders:
-    """The second or third order of every token's w: inner products (i, d, d) of its coordinates, and a joint norm.
-
-    What is computed of a coordinate is accurate within `unsure`.
-    """
-
-    gram: Tensor
-    norm: Tensor
-    unsure: float
-
-    @classmethod
-    def of(cls, w: Tensor) -> TokenOrders:
-        count, d, _ = w.shape
-        return cls(torch.zeros(count, d, d, dtype=torch.float64), torch.zeros(count, dtype=torch.float64), 0.0)
-
-    def add(self, w: Tensor, count: Tensor, unsure: float) -> None:
-        """A part (i, d, m) of the coefficients, each of which stands for so many."""
-        self.gram += (w * count) @ w.mT
-        self.unsure = max(self.unsure, unsure)
-
-    def most(self, tokens: Tensor, m: Tensor, size: Tensor) -> Tensor:
-        """(S, i) bounds of |m·w| on the unit ball, for m of these lengths at most."""
-        gram = self.gram[tokens]
-        square = torch.einsum("sic,ice,sie->si", m, gram, m).clamp(min=0.0)
-        traces = torch.einsum("icc->i", gram)
-        rounding = size * (gram.shape[-1] ** 0.5 * self.unsure)
-        return ((square + (8 * THETA + _NARROW) * size.square() * traces).sqrt() + rounding) * (1 + 1e-9)
 
 
 @final
@@ -266,7 +236,7 @@ class Normalised(SmoothLocal):
         first_w, first_a = (x * size.scale for x in self._first)
         self._rest = torch.linalg.vector_norm(self._rest_w, dim=-1) * (1 + 1e-12)
         if self._third is not None:  # all coordinates of the second order together
-            joint = size.radius**2 * self._met[0].norm + torch.linalg.vector_norm(self._third[0], dim=-1)
+            joint = size.radius * size.radius * self._met[0].norm + torch.linalg.vector_norm(self._third[0], dim=-1)
             self._rest = torch.minimum(self._rest, joint * (1 + 1e-9))
         self._w = torch.minimum(size.radius * self._norm, torch.linalg.vector_norm(first_w, dim=-1)) * (1 + 1e-12)
         self._a = first_a * (1 + 1e-12)
@@ -281,8 +251,8 @@ class Normalised(SmoothLocal):
         beyond = b * self._on_b[1] + a.square() * self._on_a[1]  # |g - 1 + a|
         n = self._n[self._tokens].abs() + self._theta
         coordinate = (first_w + self._rest_w) * (1 + 1e-12)
-        rests = n * beyond.unsqueeze(-1) + coordinate * (a + beyond).unsqueeze(-1)
-        self._output_rests = (rests * self._scale.abs() * (1 + 1e-9)).flatten()
+        left_out = n * beyond.unsqueeze(-1) + coordinate * (a + beyond).unsqueeze(-1)
+        self._output_rests = (left_out * self._scale.abs() * (1 + 1e-9)).flatten()
         chord = torch.minimum(torch.full_like(b, 2.0), b.sqrt() / left)
         return self._largest * float(torch.linalg.vector_norm(chord)) * (1 + 1e-9)
 
@@ -330,7 +300,8 @@ class Normalised(SmoothLocal):
         if earlier is not None:
             own = torch.minimum(fourth, earlier.unsqueeze(-1) + one.most_along * self._fourth[1][t])
             fourth = torch.where(one.alone.unsqueeze(-1) > 0, own, fourth)
-        second, cubic = (met.most(t, one.m, one.size) * r**k for k, met in ((2, self._met[0]), (3, self._met[1])))
+        second, cubic = (met.most(t, one.m, one.size) for met in self._met)
+        second, cubic = second * (r * r), cubic * (r * r * r)
         third = torch.minimum(third, (cubic + fourth) * (1 + 1e-9))
         return torch.minimum(rest, (second + third) * (1 + 1e-9)), third
 
@@ -352,7 +323,8 @@ class Normalised(SmoothLocal):
         cube = 12 * all_a.square() * b + 6 * all_a * b.square() + b**3
         most = most + m0 * (0.375 * b.square() + 5 / 16 * cube + 35 / 128 * x**4 / left**9)
         most = most + all_v * (1.5 * all_a * b + 0.375 * b.square() + 5 / 16 * x**3 / left**7)
-        return most.sum(-1) * (1 + 1e-9)
+        total: Tensor = most.sum(-1) * (1 + 1e-9)
+        return total
 
     def _term_by_term(self, one: Tokens) -> Tensor:
         """(S) bounds of |Q₂|, which norms may make smaller."""

@@ -14,7 +14,7 @@ from holdfast.compositions.forms.covered import Covered, Four, Softened, at_rows
 from holdfast.compositions.forms.heads import HeadRows
 from holdfast.compositions.forms.local import THETA, Problem, Rests, Size, SmoothLocal, Twist, token_lengths
 from holdfast.compositions.forms.suprema import length
-from holdfast.compositions.forms.third import HeadTwists, Triples, beyond_third
+from holdfast.compositions.forms.third import HeadTwists, Triples, beyond_third, second_order
 from holdfast.layers.attention.piece import Attention
 from holdfast.linalg import Ball
 from holdfast.linalg.directions import Directions
@@ -104,7 +104,7 @@ class Softmax(SmoothLocal):
         heads = self._heads[None]
         out = torch.zeros(len(directions.first), len(self.u), self._w_o.shape[-1], dtype=torch.float64)
         for i, row in enumerate(self._rows.tolist()):
-            out[:, row] = torch.einsum("hkx,hkc->xc", heads.second_order_of(i, directions), self._w_o)
+            out[:, row] = torch.einsum("hkx,hkc->xc", second_order(heads, i, directions), self._w_o)
         size = float(torch.linalg.vector_norm(heads.second_size().sum(0))) * self._outer
         return out, 32 * self._theta * size * (1 + 1e-9)
 

@@ -1,4 +1,4 @@
-"""Attention to third order, and what is beyond it (docs/math/forms.md, section 9)."""
+"""Second and third orders of normalisations and attention, and what is beyond (docs/math/forms.md, section 9)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import Tensor
 
 from holdfast.compositions.forms.covered import Covered, Four
 from holdfast.compositions.forms.heads import HeadRows
+from holdfast.compositions.forms.local import THETA
 from holdfast.linalg.directions import Directions
+
+_NARROW = 2.0**-22  # what float32 takes of a number, and more
 
 
 @final
@@ -48,6 +51,50 @@ class Triples:
         out += first[..., self.r] * second[..., self.qs]
         out += first[..., self.s] * second[..., self.qr]
         return out
+
+
+@final
+@dataclass
+class TokenOrders:
+    """The second or third order of every token's w: inner products (i, d, d) of its coordinates, and a joint norm.
+
+    What is computed of a coordinate is accurate within `unsure`.
+    """
+
+    gram: Tensor
+    norm: Tensor
+    unsure: float
+
+    @classmethod
+    def of(cls, w: Tensor) -> TokenOrders:
+        count, d, _ = w.shape
+        return cls(torch.zeros(count, d, d, dtype=torch.float64), torch.zeros(count, dtype=torch.float64), 0.0)
+
+    def add(self, w: Tensor, count: Tensor, unsure: float) -> None:
+        """A part (i, d, m) of the coefficients, each of which stands for so many."""
+        self.gram += (w * count) @ w.mT
+        self.unsure = max(self.unsure, unsure)
+
+    def most(self, tokens: Tensor, m: Tensor, size: Tensor) -> Tensor:
+        """(S, i) bounds of |m·w| on the unit ball, for m of these lengths at most."""
+        gram = self.gram[tokens]
+        square = torch.einsum("sic,ice,sie->si", m, gram, m).clamp(min=0.0)
+        traces = torch.einsum("icc->i", gram)
+        rounding = size * (gram.shape[-1] ** 0.5 * self.unsure)
+        most: Tensor = (square + (8 * THETA + _NARROW) * size.square() * traces).sqrt() + rounding
+        return most * (1 + 1e-9)
+
+
+def second_order(heads: HeadRows, i: int, directions: Directions) -> Tensor:
+    """(h, k, pairs) Q₂ of every coordinate of the heads' outputs at row i."""
+    first, second = directions.first, directions.second
+    Q, K, V, L = heads.rows
+    p, logits = heads.soft.p[:, i], L[:, i]
+    bent = torch.einsum("hkp,hjkq->hjpq", Q[:, i], K)
+    forms = (bent[..., first, second] + bent[..., second, first] + logits[..., first] * logits[..., second]) / 2
+    carried = torch.einsum("hjp,hjkq->hkpq", p.unsqueeze(-1) * logits, V)
+    weights = (p.unsqueeze(-1) * heads.soft.spread[:, i]).mT  # (h, k, j)
+    return weights @ forms + (carried[..., first, second] + carried[..., second, first]) / 2
 
 
 @final
