@@ -341,9 +341,9 @@ def test_pieces_without_an_expansion_are_refused() -> None:
         Expansion(kinked, torch.zeros(1, 3, 2).double())
     maps = [torch.ones(1, 2, 2).double() for _ in range(4)]
     turned = AttentionLayer(*maps, rotary=Rotary(torch.ones(3, 2).double(), torch.zeros(3, 2).double()))
-    assert (
-        refusal(Network([Attention(turned), TokenMean(3)], head)) == "Attention has no expansion with rotary positions"
-    )
+    assert refusal(Network([Attention(turned), TokenMean(3)], head)) is None
+    sunk = AttentionLayer(*maps, sinks=torch.zeros(1).double())
+    assert refusal(Network([Attention(sunk), TokenMean(3)], head)) == "Attention has no expansion with sinks"
     assert refusal(Network([], head)) == "a network without pieces has no expansion"
 
 
