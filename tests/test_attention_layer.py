@@ -156,7 +156,7 @@ def test_module_weights_are_shared_and_need_no_gradient() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_save_and_load(dtype: torch.dtype, tmp_path: Path) -> None:
     for case in (everything(dtype), make_case("plain")):
-        path = tmp_path / "new folder" / "layer.safetensors"
+        path = tmp_path / "layer.safetensors"
         case.layer.save(path)
         loaded = AttentionLayer.load(path)
         assert_same_layer(loaded, case.layer)

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, final
 import numpy as np
 import pytest
 import torch
-from holdfast.studies.clock import processor_seconds
 
 from holdfast.cli import main
+from holdfast.clock import processor_seconds
 from holdfast.data import sst2
 from holdfast.errors import HoldfastError, InputError, SoundnessError
 from holdfast.studies import StudyRun, Workplace, castin_measures, crown, deept, minilm, studies, vnncomp, vnncomp_l2

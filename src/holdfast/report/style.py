@@ -13,6 +13,7 @@ from cycler import cycler
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -51,7 +52,7 @@ def draw_range(
     """The mean of several curves as a line, with their range behind it; returns its colour."""
     values = torch.as_tensor(rows)
     (line,) = panel.plot(at, values.mean(0), *([style] if style else []), **options)
-    colour = str(line.get_color())
+    colour = to_hex(line.get_color())
     panel.fill_between(at, values.amin(0), values.amax(0), color=colour, alpha=0.15, linewidth=0)
     return colour
 

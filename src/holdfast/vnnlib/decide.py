@@ -279,7 +279,7 @@ def _in_time(questions: Sequence[_Question], seconds: float, processor_time: boo
     """The same in a process of its own; None where these seconds are over first."""
     proofs, deadline = list[LeadProof](), math.inf if processor_time else time.monotonic() + seconds
     with Processes().open(_Prove(), lambda values: proofs.extend(proof for _, proof in values), 1) as pool:
-        pool.submit(0, _Timed(questions, seconds, processor_time))
+        pool.submit(0, _TimedQuestions(questions, seconds, processor_time))
         while not proofs and (left := deadline - time.monotonic()) > 0:
             for ended in pool.wait(None if processor_time else left):
                 if ended.failure is None:
@@ -292,7 +292,7 @@ def _in_time(questions: Sequence[_Question], seconds: float, processor_time: boo
 
 @final
 @dataclass(frozen=True)
-class _Timed:
+class _TimedQuestions:
     """Questions, and how many seconds there are for them, by the clock or of the processor."""
 
     questions: Sequence[_Question]
@@ -301,11 +301,11 @@ class _Timed:
 
 
 @final
-class _Prove(Task[_Timed]):
+class _Prove(Task[_TimedQuestions]):
     """Answers them; a process that works longer than it may is told so by the system."""
 
-    def start(self) -> Work[_Timed]:
-        def work(asked: _Timed, emit: Emit) -> None:
+    def start(self) -> Work[_TimedQuestions]:
+        def work(asked: _TimedQuestions, emit: Emit) -> None:
             if asked.processor_time:
                 signal.signal(signal.SIGXCPU, _time_is_over)
                 most = math.ceil(processor_seconds() + asked.seconds)
