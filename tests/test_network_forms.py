@@ -17,6 +17,7 @@ from holdfast.compositions import certify_inputs
 from holdfast.compositions.forms import Margins, batches, heads, kinks, margins_over_box, refusal, softmax
 from holdfast.layers import Affine, Attention, ClassToken, HardProject, KinkedMlp, PatchEmbedding, TokenMean
 from holdfast.layers.piece import LinearPiece
+from holdfast.linalg.threat import L2, Threat
 from holdfast.network import Head, Network, Residual
 from holdfast.testing.draw import Dice
 
@@ -100,6 +101,28 @@ def test_tight_where_little_bends() -> None:
         losses = forms.walk.margins - forms.at(tiny).margins[forms.walk.others]
         slopes = torch.linalg.vector_norm(forms.gradients, dim=-1)
         assert float((losses / tiny / slopes - 1).abs().max()) < 1e-2
+
+
+@pytest.mark.parametrize("kind", ["one block", "two blocks", "rotary"])
+@pytest.mark.parametrize("box", [False, True])
+def test_decisions_are_those_of_the_margins(kind: str, box: bool) -> None:
+    network, x = draw(kind, 3)
+    radius = Margins(network, x[0], torch.ones_like(x[0]) if box else None).largest(1e-2)
+    asked = [share * radius for share in (0.2, 0.9, 1.0, 1.3, 30.0)]
+    answers = []
+    for scale in asked:
+        forms, deciding = (Margins(network, x[0], torch.ones_like(x[0]) if box else None) for _ in range(2))
+        lower, tight = deciding.decide(scale), forms.at(scale)
+        assert (lower.least > 0) == (tight.least > 0)
+        assert lower.least <= tight.least + 1e-12
+        assert deciding.decide(scale) is lower
+        answers.append(lower.least > 0)
+    assert answers[0]
+    assert not answers[-1]
+    assert "_batches" not in vars(deciding)  # first order has said so
+    (record,) = certify_inputs(network, x, method="forms", at=asked, threat=Threat("linf") if box else L2)
+    assert record.radius == max(scale for scale, holds in zip(asked, answers, strict=True) if holds)
+    assert record.losses
 
 
 def test_linear_networks_are_exact() -> None:

@@ -151,6 +151,13 @@ class Composition(NetworkMethod):
 
         No margin is infinite, so a bound that is proves nothing, whatever its sign.
         """
+        return self._followed(centre, threat, self._over)
+
+    @final
+    def _followed(
+        self, centre: Centre, threat: Threat, over: Callable[[Centre, Float64[Tensor, "b n d"] | None], Curve]
+    ) -> Curve:
+        """The same by any curve over balls (None) and boxes with half-widths, around all points within eps."""
         self._check(centre.network)
         kept: list[Curve] = []
 
@@ -159,17 +166,17 @@ class Composition(NetworkMethod):
                 centre.a.in_time()
                 region = self._region(centre, threat, eps)
                 if region.centre is not centre:
-                    margins = self._over(region)(region.eps)
+                    margins = over(region.centre, region.half)(region.eps)
                     margins = margins.masked_fill(region.centre.prediction != centre.prediction, -torch.inf)
                 else:
-                    kept[:] = kept or [self._over(region)]
+                    kept[:] = kept or [over(centre, region.half)]
                     margins = kept[0](region.eps)
                 return torch.where(torch.isfinite(margins), margins, -torch.inf)
 
         return evaluate
 
-    def _over(self, region: _Region) -> Curve:
-        return self._curve(region.centre) if region.half is None else self._box_curve(region.centre, region.half)
+    def _over(self, centre: Centre, half: Float64[Tensor, "b n d"] | None) -> Curve:
+        return self._curve(centre) if half is None else self._box_curve(centre, half)
 
     def _region(self, centre: Centre, threat: Threat, eps: Tensor) -> _Region:
         """A region of a shape that the method has a proof over, around all points within eps.

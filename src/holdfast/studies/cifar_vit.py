@@ -50,6 +50,7 @@ class CifarImage:
         margin: a lower bound of the answer's lead.
         radius: proved.
         attack: length of the smallest perturbation found that changes the answer; None where there is none.
+        decided: whether no radius but 36/255 was asked for.
         losses: what was taken off the margin at the proved radius, by name.
         seconds: wall time of the proof.
         processor_seconds: that it took of one core.
@@ -63,6 +64,7 @@ class CifarImage:
     margin: float = 0.0
     radius: float = 0.0
     attack: float | None = None
+    decided: bool = False
     losses: dict[str, float] | None = None
     seconds: float = 0.0
     processor_seconds: float = 0.0
@@ -81,8 +83,9 @@ class CifarImage:
 class CifarVitParameters:
     """What `repro cifar-vit` takes."""
 
-    networks: str = option("results/cifar-vits", "Folder of the networks, or random.", grid=True)
+    networks: str = option("results/cifar-vits", "Folder of the networks, one of its files, or random.", grid=True)
     images: int = option(3, "How many of the first test images.", grid=True, least=1)
+    decide: bool = option(False, "Decide at 36/255 alone, which takes less than to find the largest radius.")
     method: str = option("forms", "The composition.")
     seconds: float = option(3600.0, "For the proof of an image, at most.", least=0.001)
 
@@ -121,14 +124,16 @@ class CifarVitStudy(Study[CifarVitParameters]):
         return CifarVitParameters(RANDOM, 1)
 
     def stem(self, parameters: CifarVitParameters) -> str:
-        return self.name if parameters.method == "forms" else f"{self.name}-{parameters.method}"
+        decided = "-decided" if parameters.decide else ""
+        return self.name + decided + ("" if parameters.method == "forms" else f"-{parameters.method}")
 
     def plan(self, parameters: CifarVitParameters, place: Workplace) -> StudyPlan:
         compositions[parameters.method]  # an unknown name is refused here
         if parameters.networks == RANDOM:
             paths = [Path(RANDOM)]
         else:
-            paths = sorted(Path(parameters.networks).glob("*.safetensors"))
+            named = Path(parameters.networks)
+            paths = [named] if named.is_file() else sorted(named.glob("*.safetensors"))
             _test_images(place.data_dir)
         if not paths:
             raise InputError(f"no network in {parameters.networks}; expected what examples/train_cifar_vits.py writes")
@@ -152,7 +157,8 @@ class CifarVitStudy(Study[CifarVitParameters]):
         converted = to_network(model, image, readings=readings)
         x = converted.encode(image)
         used = processor_seconds()
-        certified = certify_inputs(converted.network, x, method=parameters.method, seconds=parameters.seconds)[0]
+        at = (RADIUS,) if parameters.decide else ()
+        (certified,) = certify_inputs(converted.network, x, method=parameters.method, at=at, seconds=parameters.seconds)
         used = processor_seconds() - used
         tell(0.8)
         attack = _ATTACK(converted.network, x, answer).radius.item()
@@ -164,6 +170,7 @@ class CifarVitStudy(Study[CifarVitParameters]):
             margin=certified.margin,
             radius=certified.radius,
             attack=attack if math.isfinite(attack) else None,
+            decided=parameters.decide,
             losses=finite(certified.losses),
             seconds=certified.seconds,
             processor_seconds=used,
@@ -183,10 +190,11 @@ class NetworkSummary:
     """All images of one network; medians are over those with the right answer.
 
     Attributes:
-        proved: the median of the proved radii.
+        proved: the median of the proved radii, unless only 36/255 was asked for.
         attack: the median of the attack's.
         ratio: of these medians.
         certified: the share of all images that are right with a proved radius of 36/255 or more.
+        withstood: the share that are right, and that no attack changes within 36/255.
         losses: the mean share of each loss, of all that the margin lost.
     """
 
@@ -198,6 +206,7 @@ class NetworkSummary:
     attack: float | None
     ratio: float | None
     certified: float
+    withstood: float
     seconds: float
     processor_seconds: float
     losses: dict[str, float]
@@ -214,7 +223,7 @@ def by_network(images: Sequence[CifarImage]) -> dict[str, list[CifarImage]]:
 def summed_up(name: str, group: Sequence[CifarImage]) -> NetworkSummary:
     """What the images of a network have in common."""
     right = [one for one in group if one.right]
-    proved = _median([one.radius for one in right])
+    proved = None if group[0].decided else _median([one.radius for one in right])
     attack = _median([math.inf if one.attack is None else one.attack for one in right])
     attack = None if attack is None or not math.isfinite(attack) else attack
     return NetworkSummary(
@@ -226,6 +235,7 @@ def summed_up(name: str, group: Sequence[CifarImage]) -> NetworkSummary:
         attack=attack,
         ratio=None if proved is None or attack is None else proved / attack,
         certified=sum(one.right and one.radius >= RADIUS for one in group) / len(group),
+        withstood=sum(one.right and (one.attack is None or one.attack > RADIUS) for one in group) / len(group),
         seconds=_median([one.seconds for one in right]) or 0.0,
         processor_seconds=_median([one.processor_seconds for one in right]) or 0.0,
         losses=mean_shares(one.losses or {} for one in right),
@@ -238,7 +248,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 _COLUMNS = (
     "network", "layers", "recipe", "clean %", "PGD %", "images", "right", "proved", "attack", "ratio", "at 36/255 %",
-    "s", "core s", "lost most to",
+    "attacked %", "s", "core s", "lost most to",
 )  # fmt: skip
 
 
@@ -260,7 +270,8 @@ def _cells(row: NetworkSummary) -> list[str]:
         _number(row.proved),
         _number(row.attack),
         _number(row.ratio),
-        f"{100 * row.certified:.0f}",
+        f"{100 * row.certified:.3g}",
+        f"{100 * row.withstood:.3g}",
         f"{row.seconds:.0f}",
         f"{row.processor_seconds:.0f}",
         lost_most(row.losses),
@@ -271,7 +282,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-_SHOWN = ("network", "clean %", "right", "proved", "attack", "ratio", "at 36/255 %", "core s")
+_SHOWN = ("network", "clean %", "right", "proved", "attack", "ratio", "at 36/255 %", "attacked %", "core s")
 
 
 def radius_table(rows: Sequence[NetworkSummary]) -> Table:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from holdfast.compositions.base import Composition, Curve, register_composition
-from holdfast.compositions.forms import Margins, refusal
-from holdfast.compositions.search import Reached
+from holdfast.compositions.base import Aim, Composition, Curve, register_composition
+from holdfast.compositions.forms import Lower, Margins, refusal
+from holdfast.compositions.search import Reached, decided
 from holdfast.errors import TimeLimitError
 from holdfast.linalg.threat import Threat
 from holdfast.network.centre import Centre
@@ -61,14 +62,19 @@ class Forms(Composition):
         radius = begin.new_tensor(radii).minimum(most)
         return Reached(radius, begin.new_tensor(margin), cut=centre.a.overdue())
 
+    def _decide(self, centre: Centre, known: Tensor, aim: Aim) -> Reached:
+        """At given radii no more is bounded than their answers need."""
+        curve = self._followed(centre, aim.threat, lambda *region: _least(_margins(*region), Margins.decide))
+        return decided(curve, None, centre.margin, aim.at, known)
+
     def _losses(self, centre: Centre, eps: Tensor, half: Tensor | None) -> tuple[dict[str, float], ...]:
         pairs = zip(_margins(centre, half), eps.tolist(), strict=True)
-        return tuple(one.at(scale).losses if scale > 0 else {} for one, scale in pairs)
+        return tuple(one.decide(scale).losses if scale > 0 else {} for one, scale in pairs)
 
 
-def _least(forms: list[Margins]) -> Curve:
+def _least(forms: list[Margins], lower: Callable[[Margins, float], Lower] = Margins.at) -> Curve:
     def margins(eps: Tensor) -> Tensor:
-        return eps.new_tensor([one.at(scale).least for one, scale in zip(forms, eps.tolist(), strict=True)])
+        return eps.new_tensor([lower(one, scale).least for one, scale in zip(forms, eps.tolist(), strict=True)])
 
     return margins
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import torch
@@ -16,7 +18,7 @@ from holdfast.compositions.forms.kinds import local_at, why_not
 from holdfast.compositions.forms.least import Minorant
 from holdfast.compositions.forms.local import LONGEST, Problem, Size
 from holdfast.compositions.forms.region import Region
-from holdfast.compositions.forms.walk import CentreWalk
+from holdfast.compositions.forms.walk import CentreWalk, Covectors
 from holdfast.errors import InputError, MemoryLimitError, NotApplicableError, TimeLimitError
 from holdfast.layers.piece import LinearPiece
 from holdfast.linalg.arithmetic import Proved
@@ -35,6 +37,7 @@ _BEYOND = 1.02  # how far beyond the scale that is expected the search goes
 _NEAR, _NEARER = 6.0, 2.0  # how much nearer, in units of the precision, the search does not come; with jets
 _ROUGH, _FARTHER = 0.3, 1.7  # of what sums of suprema prove to what is proved at last, about: at least, and at most
 _LARGE, _HOPELESS = 1024, 3.0  # coordinates from which on rests of so many times a margin end a trial at once
+_LOST = 1.5  # times a margin, taken by first order, from which on nothing is tried where a sign is asked for
 _STEPS = 8  # improvements of the kinks' parameters
 _FEW, _BRANCHES = 512, 8192  # of a box: at most, where many are tried, and for one
 
@@ -87,9 +90,8 @@ class Margins:
     Attributes:
         walk: the places of the network.
         region: what may be perturbed.
-        functions: the scalars of every place that is not affine, pulled back, and what they were rounded by.
-        tokens: for every place that is not affine, the tokens of its output on which a margin depends.
-        beyond: for the same, at the last scale: its functions lie between -low and high of their first order.
+        beyond: for every place that is not affine, at the last scale: its functions lie between -low and high of their
+            first order.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Margins:
         if reason is not None:
             raise NotApplicableError(f"{network.name} has no forms: {reason}")
         self._seen: dict[float, Lower] = {}
+        self._decided: dict[float, Lower] = {}
         self._overdue = overdue
         self._sharp = True  # whether rests are bounded as sharply as is worth it, or by sums of suprema alone
         self._norms: dict[LinearPiece, float] = {}
@@ -119,9 +122,22 @@ class Margins:
                 )
             self._margins = walk.pulled(walk.rows, len(walk.places), self.region)
             self._slopes = self.region.supremum(self._margins.X)
-            self._batches = Batches(walk, self.region, self._margins, self._in_time)
-            self.functions, self.tokens = self._batches.functions, self._batches.tokens
             self.beyond: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @cached_property
+    def _batches(self) -> Batches:
+        with torch.no_grad():
+            return Batches(self.walk, self.region, self._margins, self._in_time)
+
+    @property
+    def functions(self) -> dict[int, tuple[Covectors, Tensor]]:
+        """The scalars of every place that is not affine, pulled back, and what they were rounded by."""
+        return self._batches.functions
+
+    @property
+    def tokens(self) -> dict[int, Tensor]:
+        """For every place that is not affine, the tokens of its output on which a margin depends."""
+        return self._batches.tokens
 
     @property
     def prediction(self) -> int:
@@ -150,6 +166,42 @@ class Margins:
                     lower = self._lower(scale, self._settle(scale), branches=_BRANCHES)
                 self._seen[scale] = lower
         return self._seen[scale]
+
+    def decide(self, scale: float) -> Lower:
+        """The same where only the sign of the least margin counts: what shows that it is positive is not made tighter.
+
+        Where first order alone takes much more than a margin, nothing is tried.
+        """
+        if scale in self._seen or scale in self._decided:
+            return self._seen.get(scale) or self._decided[scale]
+        first = self._slopes * scale
+        if bool((first > _LOST * self.walk.margins).any()):
+            margins = torch.full((len(first) + 1,), -math.inf, dtype=torch.float64)
+            self._decided[scale] = Lower(margins, -math.inf, {"first order": float(first.amax())})
+        elif self.region.sides is None and (glance := self._glance(scale)).least > 0:
+            self._decided[scale] = glance
+        return self._decided.get(scale) or self.at(scale)
+
+    def _glance(self, scale: float) -> Lower:
+        """By sums of suprema alone."""
+        with torch.no_grad(), self._roughly():
+            settled = self._settle(scale)
+        cheap = self._cheaply(scale, settled)
+        margins = torch.full((len(cheap) + 1,), math.inf, dtype=torch.float64)
+        margins[self.walk.others] = cheap
+        s = int(cheap.argmin())
+        losses = {"first order": float(self._slopes[s]) * scale, "rounding": float(settled.tiny[s])}
+        losses["carried rests"] = float(settled.lost[s] - settled.tiny[s])
+        return Lower(margins, float(cheap[s]), losses)
+
+    @contextmanager
+    def _roughly(self) -> Iterator[None]:
+        """Rests are bounded by sums of suprema inside: these cost little."""
+        self._sharp = False
+        try:
+            yield
+        finally:
+            self._sharp = True
 
     def _settle(self, scale: float, careful: bool = True) -> _Settled:
         """Every local learns of the scale; then what the margins lose."""
@@ -207,9 +259,7 @@ class Margins:
 
         What was settled for a scale holds on all smaller ones. Without a proof these are guesses of what it would give.
         """
-        walk, first = self.walk, self._slopes * scale
-        cheap = walk.margins - (settled.lost + first) * (1 + 1e-10) - walk.margins.abs() * 1e-15
-        cheap = cheap.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+        walk, first, cheap = self.walk, self._slopes * scale, self._cheaply(scale, settled)
         margins = torch.full((len(walk.others) + 1,), math.inf, dtype=torch.float64)
         margins[walk.others] = cheap
         worst, losses, parts = math.inf, {"first order": float(first.amax())}, 1
@@ -223,6 +273,12 @@ class Margins:
             if not bound >= worst:
                 worst, losses = bound, minorant.problem.breakdown(lowest.point, float(walk.margins[s]) - bound)
         return Lower(margins, worst, losses, parts)
+
+    def _cheaply(self, scale: float, settled: _Settled) -> Tensor:
+        """(classes - 1) bounds of the margins in which everything that is lost is added up."""
+        lost = (settled.lost + self._slopes * scale) * (1 + 1e-10)
+        cheap = self.walk.margins - lost - self.walk.margins.abs() * 1e-15
+        return cheap.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
 
     def _minorant(self, s: int, settled: _Settled) -> Minorant:
         if s not in settled.minorants:
@@ -268,11 +324,8 @@ class Margins:
             return 0.0
         if _BEGIN * most <= known:
             return known if self.at(known).least > 0 else 0.0
-        try:
-            self._sharp = False  # these cost little, and tell where to begin
+        with self._roughly():  # tells where to begin
             roughly = self._searched(_BEGIN * most, most, 0.0, max(precision, _GUESS), _ROUGH * known)
-        finally:
-            self._sharp = True
         if roughly * (1 + precision) >= most:
             return roughly
         begin = min(_BEGIN * most, _FARTHER * roughly) if roughly > 0 else _BEGIN * most

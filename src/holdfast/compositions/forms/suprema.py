@@ -14,6 +14,7 @@ _GROUP = 6  # hinges whose subsets are all tried
 _CUBE_GROUP = 6  # the same in a cube, where a subset costs more
 _SHARPER, _ROUNDS = 8, 3  # subsets of a group that are looked at in the cube, and how often
 _REST = 0.02  # a share that is not worth another group
+_LARGE = 1024  # rows from which on their norm is bounded with less care
 
 
 def worth(most: Float64[Tensor, " S"], enough: Float64[Tensor, " S"] | None) -> Tensor:
@@ -187,4 +188,5 @@ def together(rows: Float64[Tensor, "K p"]) -> tuple[Float64[Tensor, " K"], float
     """The lengths of the rows, and the norm of the matrix of rows of length 1."""
     lengths = length(rows, 1)
     units = rows / lengths.clamp(min=1e-100).unsqueeze(-1)
-    return lengths, float(thin_gram_norm(units, 3)) * (1 + 1e-9)
+    squarings = 3 if min(units.shape) <= _LARGE else 1  # which cost more than all else where there are many rows
+    return lengths, float(thin_gram_norm(units, squarings)) * (1 + 1e-9)
