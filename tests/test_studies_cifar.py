@@ -103,6 +103,8 @@ def test_a_radius_beyond_the_attack_is_refused_and_summaries_count_all_images() 
     assert (row.images, row.right, row.proved, row.attack) == (3, 2, pytest.approx(0.15), pytest.approx(0.3))
     assert row.ratio == pytest.approx(0.5)
     assert row.certified == pytest.approx(1 / 3)  # 0.2 is more than 36/255, 0.1 is not
+    assert row.withstood == pytest.approx(2 / 3)
+    assert summed_up("a", [replace(one, decided=True)]).proved is None
     assert row.losses == {"first order": pytest.approx(0.875), "kinks": pytest.approx(0.125)}
 
 
@@ -113,6 +115,10 @@ def test_the_command_proves_a_radius_and_says_what_limits_it(tmp_path: Path) -> 
     assert row["numbers"]["radius"] > 0
     assert row["numbers"]["losses"]
     assert (tmp_path / "cifar-vit-quick.svg").exists()
+    assert CliRunner().invoke(app, ["repro", "cifar-vit", "--quick", "--decide", "--out", str(tmp_path)]).exit_code == 0
+    (row,) = json.loads((tmp_path / "cifar-vit-decided-quick.json").read_text())["records"]
+    assert row["numbers"]["decided"]
+    assert row["numbers"]["radius"] in (0.0, 36 / 255)
 
 
 def test_the_stored_table_is_what_its_numbers_say(tmp_path: Path) -> None:

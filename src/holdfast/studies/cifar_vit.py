@@ -50,11 +50,11 @@ class CifarImage:
         margin: a lower bound of the answer's lead.
         radius: proved.
         attack: length of the smallest perturbation found that changes the answer; None where there is none.
-        decided: whether no radius but 36/255 was asked for.
         losses: what was taken off the margin at the proved radius, by name.
         seconds: wall time of the proof.
         processor_seconds: that it took of one core.
         unfinished: what was left out for lack of time.
+        decided: whether no radius but 36/255 was asked for.
     """
 
     network: str
@@ -64,11 +64,11 @@ class CifarImage:
     margin: float = 0.0
     radius: float = 0.0
     attack: float | None = None
-    decided: bool = False
     losses: dict[str, float] | None = None
     seconds: float = 0.0
     processor_seconds: float = 0.0
     unfinished: tuple[str, ...] = ()
+    decided: bool = False
 
     def __post_init__(self) -> None:
         if self.attack is not None and self.radius > self.attack:
