@@ -85,7 +85,7 @@ class CifarVitParameters:
 
     networks: str = option("results/cifar-vits", "Folder of the networks, one of its files, or random.", grid=True)
     images: int = option(3, "How many of the first test images.", grid=True, least=1)
-    decide: bool = option(False, "Decide at 36/255 alone, which takes less than to find the largest radius.")
+    decide: bool = option(False, "Decide at 36/255 alone, which takes less than to find the largest radius.", grid=True)
     method: str = option("forms", "The composition.")
     seconds: float = option(3600.0, "For the proof of an image, at most.", least=0.001)
 
