@@ -303,7 +303,7 @@
       all.forEach(({ title }, j) => {
         if (title === "name") {
           row.cells[j].className = "name";
-          explain(row.cells[j], `${layer.name}\n${layer.layer}\nanalysed in ${digits(layer.seconds)} s`);
+          explain(row.cells[j], `${layer.name}\n${layer.layer}\nanalyzed in ${digits(layer.seconds)} s`);
         }
         if (title.startsWith("bound") && !layer.bound) explain(row.cells[j], whyNot(layer));
       });
