@@ -15,6 +15,7 @@ from holdfast.compositions.forms import Margins, least, margins, margins_over_pa
 from holdfast.compositions.forms.krylov import trust_region
 from holdfast.compositions.forms.least import Quadratic
 from holdfast.compositions.forms.region import Region
+from holdfast.compositions.forms.third import TokenOrders
 from holdfast.errors import TimeLimitError
 from holdfast.layers import Affine, Attention, KinkedMlp, Mlp, TokenMean
 from holdfast.linalg import Ball
@@ -128,8 +129,9 @@ def test_time_limits_act_while_forms_prepare() -> None:
     mlp = KinkedMlp(dice.normal(3, 6), dice.normal(6), "relu", dice.normal(6, 3), torch.zeros(3))
     network = Network([mlp, TokenMean(2)], Head(dice.normal(2, 3), dice.normal(2)))
     left = iter([False, True, True, True])
+    forms = Margins(Network([mlp, *network.stages], network.head), dice.normal(2, 3), overdue=lambda: next(left))
     with pytest.raises(TimeLimitError, match="the time for this input was over"):
-        Margins(Network([mlp, *network.stages], network.head), dice.normal(2, 3), overdue=lambda: next(left))
+        forms.at(0.1)
     (record,) = certify_inputs(network, dice.normal(1, 2, 3), method="forms", seconds=1e-9)
     assert record.radius == 0
     assert record.unfinished == ("the time was over before the search of forms had ended",)
@@ -149,3 +151,20 @@ def test_trust_regions_are_solved(p: int, bend: float) -> None:
         assert float(b.norm()) <= r * (1 + 1e-9)
         assert float((H @ b + mu * b + g).norm()) <= 2e-4 * float(g.norm())
         assert mu < 1e-9 or float(b.norm()) >= r * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("scale", [-0.01, -1.0, math.nan])
+def test_negative_scales_are_refused(scale: float) -> None:
+    dice = Dice(3)
+    forms = Margins(Network([Affine(dice.normal(2, 2))], Head(dice.normal(3, 2), dice.normal(3))), dice.normal(1, 2))
+    for ask in (forms.at, forms.decide):
+        with pytest.raises(InputError, match="expected a number that is not negative"):
+            ask(scale)
+
+
+def test_what_is_not_a_number_stays_so() -> None:
+    orders = TokenOrders.of(torch.ones(1, 2, 3).double())
+    for unsure in (0.5, math.nan, 1.0):
+        orders.add(torch.ones(1, 2, 3).double(), torch.ones(3).double(), unsure)
+    most = orders.most(torch.tensor([0]), torch.ones(1, 1, 2).double(), torch.ones(1, 1).double())
+    assert not bool(torch.isfinite(most).any())

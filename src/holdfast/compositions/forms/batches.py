@@ -186,8 +186,9 @@ class Batches:
         lost = tiny + sum(self.jets.tiny(functions, radius))
         low, high = self.ranges(self.of[i], radius, enough, bent=False, before=i, tiny=lost)
         low, high = (lost + low) * (1 + 1e-10), (lost + high) * (1 + 1e-10)
-        rests = [third + torch.maximum(low, high), torch.maximum(low, high)] if self.jets.third else [None, None]
-        return Rests(low + second + third, high + second + third, tiny, *rests)
+        fourth = torch.maximum(low, high)
+        known = (third + fourth, fourth, lost) if self.jets.third else ()
+        return Rests(low + second + third, high + second + third, tiny, *known)
 
     def _orders(self, i: int, radius: float) -> tuple[Tensor, Tensor]:
         """Bounds of functions' second and third orders."""

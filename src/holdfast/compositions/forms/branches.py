@@ -31,6 +31,7 @@ _ENOUGH = 1e-4  # the same of θ
 _ROUNDS = 12  # of shorter ranges on the whole cube
 _SHORTER = 16  # kinks of a branch whose ranges are made shorter
 _HALVINGS = 8  # to find how much of the margin's line counts in a range
+_CHUNK = 2**22  # numbers of a matrix on all coordinates that are held at once
 _SMALL = 1e-300
 
 
@@ -112,7 +113,8 @@ class Branches:
         V = region.basis
         b = V.mT @ (signs * self._sides)
         turned = form @ b
-        q = 2 * (region.spread(region.spread(form).mT).abs() @ self._sides) * (1 + 1e-9)
+        rows = torch.split(region.spread(form).mT, max(1, _CHUNK // len(V)))  # of VF; all of B might not fit the memory
+        q = 2 * torch.cat([region.spread(some).abs() @ self._sides for some in rows]) * (1 + 1e-9)
         self._slope = self._slope + 2 * (V @ turned) + q * signs
         at_corner, apart = float(b @ turned), float(q @ self._sides)
         unsure = 16 * THETA * len(form) * float(torch.linalg.matrix_norm(form)) * r * r

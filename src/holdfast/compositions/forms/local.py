@@ -63,6 +63,7 @@ class Rests:
 
     Attributes:
         tiny: how much of that is rounding, and not the rest of an earlier place.
+        unsure: what rounding may have done to all orders that are known.
         third: how much of it is beyond their second order, where that is known as one form; `fourth` the same of the
             third order.
     """
@@ -72,6 +73,7 @@ class Rests:
     tiny: Tensor
     third: Tensor | None = None
     fourth: Tensor | None = None
+    unsure: Tensor | None = None
 
     @property
     def most(self) -> Tensor:

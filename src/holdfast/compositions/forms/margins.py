@@ -90,8 +90,8 @@ class Margins:
     Attributes:
         walk: the places of the network.
         region: what may be perturbed.
-        beyond: for every place that is not affine, at the last scale: its functions lie between -low and high of their
-            first order.
+        beyond: for every place that is not affine, at the scale that was settled last: its functions lie between -low
+            and high of their first order.
     """
 
     def __init__(
@@ -156,8 +156,7 @@ class Margins:
 
     def at(self, scale: float) -> Lower:
         """Lower bounds of the margins over the region of this scale."""
-        if not scale >= 0:
-            raise InputError(f"the scale of a region is {scale}; expected a number that is not negative")
+        _check_scale(scale)
         if scale not in self._seen:
             with torch.no_grad():
                 boxed = self.region.sides is not None
@@ -172,6 +171,7 @@ class Margins:
 
         Where first order alone takes much more than a margin, nothing is tried.
         """
+        _check_scale(scale)
         if scale in self._seen or scale in self._decided:
             return self._seen.get(scale) or self._decided[scale]
         first = self._slopes * scale
@@ -399,6 +399,11 @@ class Margins:
                 return low
             low *= 1 - precision
         return known
+
+
+def _check_scale(scale: float) -> None:
+    if not scale >= 0:
+        raise InputError(f"the scale of a region is {scale}; expected a number that is not negative")
 
 
 def _meeting(first: float, scale: float, proved: float) -> float:

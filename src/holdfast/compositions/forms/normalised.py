@@ -232,6 +232,7 @@ class Normalised(SmoothLocal):
     def settle(self, size: Size, rests: Rests, moved: float) -> float:
         self._size = size
         self._third, self._fourth = (None if x is None else self._split(x) for x in (rests.third, rests.fourth))
+        self._lost = None if rests.unsure is None else self._split(rests.unsure)[0]
         self._rest_w, self._rest_a = self._split(rests.most)
         first_w, first_a = (x * size.scale for x in self._first)
         self._rest = torch.linalg.vector_norm(self._rest_w, dim=-1) * (1 + 1e-12)
@@ -288,17 +289,20 @@ class Normalised(SmoothLocal):
         """(S, i) bounds of what v has beyond first order, and beyond second: by coordinates, or as forms of its own.
 
         A covector at one token whose ways all lead through here is ⟨μ, Aδ⟩ = v - m₀a behind its first order, so that
-        what earlier places add to it beyond third order, and m₀a's own, is what v has.
+        what earlier places add to it beyond third order, and m₀a's own, is what v has; but for the rounding of both
+        sides' known orders, of which that of v is made of its coordinates'.
         """
         assert self._third is not None
         assert self._fourth is not None
+        assert self._lost is not None
         t, r = one.tokens, self._size.radius
         m = one.m.abs() * (1 + _NARROW) + 1e-37
         rest, third, fourth = (
             (m * x[t]).sum(-1) * (1 + 1e-12) for x in (self._rest_w, self._third[0], self._fourth[0])
         )
         if earlier is not None:
-            own = torch.minimum(fourth, earlier.unsqueeze(-1) + one.most_along * self._fourth[1][t])
+            lost = 2 * (m * self._lost[t]).sum(-1)
+            own = torch.minimum(fourth, earlier.unsqueeze(-1) + one.most_along * self._fourth[1][t] + lost)
             fourth = torch.where(one.alone.unsqueeze(-1) > 0, own, fourth)
         second, cubic = (met.most(t, one.m, one.size) for met in self._met)
         second, cubic = second * (r * r), cubic * (r * r * r)

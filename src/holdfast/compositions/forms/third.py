@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import final
 
@@ -73,7 +74,8 @@ class TokenOrders:
     def add(self, w: Tensor, count: Tensor, unsure: float) -> None:
         """A part (i, d, m) of the coefficients, each of which stands for so many."""
         self.gram += (w * count) @ w.mT
-        self.unsure = max(self.unsure, unsure)
+        if not (unsure <= self.unsure or math.isnan(self.unsure)):  # what is not a number stays so
+            self.unsure = unsure
 
     def most(self, tokens: Tensor, m: Tensor, size: Tensor) -> Tensor:
         """(S, i) bounds of |m·w| on the unit ball, for m of these lengths at most."""
