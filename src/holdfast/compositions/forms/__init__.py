@@ -13,7 +13,8 @@ A margin that is positive proves that the prediction at the centre (`forms.predi
 `refusal(network)` says why there is no proof for a network, or None.
 """
 
-from holdfast.compositions.forms.margins import Lower, Margins, margins_over_box, refusal
-from holdfast.compositions.forms.parts import margins_over_parts
+from holdfast.compositions.forms.kinds import refusal
+from holdfast.compositions.forms.margins import Lower, Margins
+from holdfast.compositions.forms.parts import margins_over_box, margins_over_parts
 
 __all__ = ["Lower", "Margins", "margins_over_box", "margins_over_parts", "refusal"]

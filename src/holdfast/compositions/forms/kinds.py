@@ -22,9 +22,10 @@ from holdfast.layers.beside import KinkedBeside, SmoothBeside
 from holdfast.layers.maxmin import PairSort
 from holdfast.layers.norm.piece import LayerNorm, RMSNorm
 from holdfast.layers.perceptron.piece import KinkedMlp, Mlp
-from holdfast.layers.piece import Piece
+from holdfast.layers.piece import LinearPiece, Piece
 from holdfast.layers.product import Product
 from holdfast.layers.projection import SmoothProject
+from holdfast.network.network import Network
 
 #: A piece at a point (n, d); None where this piece of its kind has no forms.
 Kind = Callable[[Any, Tensor], Local]
@@ -79,3 +80,9 @@ def why_not(piece: Piece) -> str | None:
 def local_at(piece: Piece, u: Tensor) -> Local:
     """What stands for a piece that has forms."""
     return _kinds[type(piece)](piece, u)
+
+
+def refusal(network: Network) -> str | None:
+    """Names what has no forms, or None."""
+    curved = (piece for piece in network.pieces() if not isinstance(piece, LinearPiece))
+    return next((reason for piece in curved if (reason := why_not(piece)) is not None), None)

@@ -14,7 +14,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from holdfast.compositions.forms.batches import Batches
-from holdfast.compositions.forms.kinds import local_at, why_not
+from holdfast.compositions.forms.kinds import local_at, refusal
 from holdfast.compositions.forms.least import Minorant
 from holdfast.compositions.forms.local import LONGEST, Problem, Size
 from holdfast.compositions.forms.region import Region
@@ -22,11 +22,8 @@ from holdfast.compositions.forms.walk import CentreWalk, Covectors
 from holdfast.errors import InputError, MemoryLimitError, NotApplicableError, TimeLimitError
 from holdfast.layers.piece import LinearPiece
 from holdfast.linalg.arithmetic import Proved
-from holdfast.linalg.certified import GIB
-from holdfast.linalg.rounding import up
 from holdfast.network.network import Network
 
-_MEMORY = 4 * GIB
 _TRIFLE = 0.002  # of a margin, that all places together may lose to what is not worth a matrix
 _SLIGHT = 0.005  # a rest of this share of a function's first order is not made smaller
 _BEGIN = 0.75  # the first scale that is tried, as a share of the first-order one
@@ -40,12 +37,6 @@ _LARGE, _HOPELESS = 1024, 3.0  # coordinates from which on rests of so many time
 _LOST = 1.5  # times a margin, taken by first order, from which on nothing is tried where a sign is asked for
 _STEPS = 8  # improvements of the kinks' parameters
 _FEW, _BRANCHES = 512, 8192  # of a box: at most, where many are tried, and for one
-
-
-def refusal(network: Network) -> str | None:
-    """Names what has no forms, or None."""
-    curved = (piece for piece in network.pieces() if not isinstance(piece, LinearPiece))
-    return next((reason for piece in curved if (reason := why_not(piece)) is not None), None)
 
 
 @final
@@ -114,7 +105,7 @@ class Margins:
             half = None if shape is None else shape.double().flatten()
             for i in walk.curved:
                 walk.places[i].local = local_at(walk.places[i].piece, walk.places[i].u)
-            _check_size(walk)
+            walk.check_size()
             self.region = Region.of(walk.beginning(), half)
             if self.region.p > LONGEST:
                 raise MemoryLimitError(
@@ -417,46 +408,3 @@ def _meeting(first: float, scale: float, proved: float) -> float:
     if not c > 0:
         return proved * 1.01
     return max(proved * 1.01, scale * (math.sqrt(1 + 4 * c * f) - 1) / (2 * c))
-
-
-def margins_over_box(network: Network, lower: Float64[Tensor, "n d"], upper: Float64[Tensor, "n d"]) -> Lower:
-    """Lower bounds of all margins over the box between `lower` and `upper`, expanded around its middle.
-
-    Args:
-        network: the classifier.
-        lower: (n, d) lower ends of the input's coordinates.
-        upper: (n, d) upper ends; equal to the lower ones for a coordinate that is fixed.
-    """
-    return over_box(network, lower, upper).at(1.0)
-
-
-def over_box(network: Network, lower: Float64[Tensor, "n d"], upper: Float64[Tensor, "n d"]) -> Margins:
-    """The margins around the middle of a box, which has the scale 1."""
-    if lower.shape != upper.shape or lower.ndim != 2 or not bool((lower <= upper).all()):
-        raise InputError(
-            f"lower has shape {tuple(lower.shape)} and upper {tuple(upper.shape)}; expected (n, d) with lower <= upper"
-        )
-    low, high = lower.double(), upper.double()
-    middle = (low + high) / 2
-    half = torch.maximum(high - middle, middle - low)
-    return Margins(network, middle, shape=torch.where(half > 0, up(half), half))
-
-
-def _check_size(walk: CentreWalk) -> None:
-    """Refuses what would not fit: a covector of a whole place for each of its scalars."""
-    for i in walk.curved:
-        place = walk.places[i]
-        n, d = place.u.shape
-        assert place.local is not None
-        longest, scalars = max(n * d, place.local.longest), place.local.scalars
-        if longest > LONGEST:
-            raise MemoryLimitError(
-                f"forms takes inner products of {LONGEST} terms; {type(place.piece).__name__} of {n} x {d} numbers has "
-                f"some of {longest}: use gains, or perturb a later layer"
-            )
-        need = 8.0 * 4 * scalars * n * d
-        if need > _MEMORY:
-            raise MemoryLimitError(
-                f"forms follows {scalars} scalars of {n} x {d} numbers each and needs about {need / GIB:.1f} GiB; "
-                f"it takes at most {_MEMORY / GIB:.0f} GiB: use gains, or perturb a later layer"
-            )

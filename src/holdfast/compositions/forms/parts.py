@@ -18,8 +18,33 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from holdfast.compositions.forms.margins import Lower, over_box
+from holdfast.compositions.forms.margins import Lower, Margins
+from holdfast.errors import InputError
+from holdfast.linalg.rounding import up
 from holdfast.network.network import Network
+
+
+def margins_over_box(network: Network, lower: Float64[Tensor, "n d"], upper: Float64[Tensor, "n d"]) -> Lower:
+    """Lower bounds of all margins over the box between `lower` and `upper`, expanded around its middle.
+
+    Args:
+        network: the classifier.
+        lower: (n, d) lower ends of the input's coordinates.
+        upper: (n, d) upper ends; equal to the lower ones for a coordinate that is fixed.
+    """
+    return _over_box(network, lower, upper).at(1.0)
+
+
+def _over_box(network: Network, lower: Float64[Tensor, "n d"], upper: Float64[Tensor, "n d"]) -> Margins:
+    """The margins around the middle of a box, which has the scale 1."""
+    if lower.shape != upper.shape or lower.ndim != 2 or not bool((lower <= upper).all()):
+        raise InputError(
+            f"lower has shape {tuple(lower.shape)} and upper {tuple(upper.shape)}; expected (n, d) with lower <= upper"
+        )
+    low, high = lower.double(), upper.double()
+    middle = (low + high) / 2
+    half = torch.maximum(high - middle, middle - low)
+    return Margins(network, middle, shape=torch.where(half > 0, up(half), half))
 
 
 @final
@@ -41,7 +66,7 @@ class _Part:
 
     @classmethod
     def of(cls, network: Network, low: Tensor, high: Tensor) -> _Part:
-        forms = over_box(network, low, high)
+        forms = _over_box(network, low, high)
         sides = forms.region.sides
         assert sides is not None
         return cls(low, high, forms.at(1.0), int(torch.where((high > low).flatten(), sides, 0.0).argmax()))
