@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -281,3 +283,19 @@ def _least_on_grid(network: Network, x: Tensor, half: Tensor) -> float:
     y = int(network(x).argmax())
     others = [j for j in range(CLASSES) if j != y]
     return float((logits[:, y : y + 1] - logits[:, others]).min())
+
+
+@pytest.mark.parametrize("kind", ["pre-norm", "gated", "beside"])
+def test_memory_is_free_as_soon_as_nobody_asks(kind: str) -> None:
+    """Margins of large networks hold gigabytes, and cycles are collected seldom."""
+    network, x = draw(kind, 3)
+    forms = Margins(network, x[0])
+    forms.at(0.01)
+    forms.decide(0.02)
+    parts = [weakref.ref(part) for part in (forms, forms.walk, *map(forms.walk.local, forms.walk.curved))]
+    gc.disable()
+    try:
+        del forms
+        assert all(part() is None for part in parts)
+    finally:
+        gc.enable()

@@ -88,6 +88,7 @@ class Jets:
     def finish(self) -> None:
         """The margins' second order, and all third orders."""
         end, T = next(self._steps)
+        del self._steps  # which holds this, in a cycle, and the last T
         rows = self._walk.rows.flatten(1)
         pairs = torch.zeros(len(rows), len(self._directions.first)).double() if T is None else rows @ T.flatten(1).mT
         self.forms = pairs[:, self._directions.place]

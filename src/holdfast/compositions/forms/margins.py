@@ -97,7 +97,7 @@ class Margins:
             raise NotApplicableError(f"{network.name} has no forms: {reason}")
         self._seen: dict[float, Lower] = {}
         self._decided: dict[float, Lower] = {}
-        self._overdue = overdue
+        self._in_time = _giving_up(overdue)
         self._sharp = True  # whether rests are bounded as sharply as is worth it, or by sums of suprema alone
         self._norms: dict[LinearPiece, float] = {}
         with torch.no_grad():
@@ -138,10 +138,6 @@ class Margins:
     def gradients(self) -> Tensor:
         """(classes - 1, p) of the margins, in the region's coordinates."""
         return self._margins.X
-
-    def _in_time(self) -> None:
-        if self._overdue():
-            raise TimeLimitError("the time for this input was over before its forms were")
 
     # -- at a scale
 
@@ -390,6 +386,16 @@ class Margins:
                 return low
             low *= 1 - precision
         return known
+
+
+def _giving_up(overdue: Callable[[], bool]) -> Callable[[], None]:
+    """No method of the margins: parts that hold it would keep gigabytes alive until cycles are collected."""
+
+    def in_time() -> None:
+        if overdue():
+            raise TimeLimitError("the time for this input was over before its forms were")
+
+    return in_time
 
 
 def _check_scale(scale: float) -> None:
