@@ -20,7 +20,7 @@ from holdfast.network.centre import Centre
 from holdfast.network.network import Network
 from holdfast.results import Guarantee
 
-_MANY = 2**13  # numbers of a batch
+_MANY = 2**10  # numbers of a batch
 
 
 @final

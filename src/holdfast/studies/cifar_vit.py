@@ -223,7 +223,7 @@ def by_network(images: Sequence[CifarImage]) -> dict[str, list[CifarImage]]:
 def summed_up(name: str, group: Sequence[CifarImage]) -> NetworkSummary:
     """What the images of a network have in common."""
     right = [one for one in group if one.right]
-    proved = None if group[0].decided else _median([one.radius for one in right])
+    proved = None if any(one.decided for one in group) else _median([one.radius for one in right])
     attack = _median([math.inf if one.attack is None else one.attack for one in right])
     attack = None if attack is None or not math.isfinite(attack) else attack
     return NetworkSummary(
