@@ -8,7 +8,8 @@ the values by one quadratic form; the other ones are bounded as in `rows` (docs/
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, final
 
 import torch
@@ -31,6 +32,7 @@ from holdfast.linalg.squarings import gram_norm
 _PAIRS, _MOST = 3, 1536  # for a row, in the mean, and for all of them
 _ABOVE, _MUCH = 1.02, 1.26  # times ‖P‖² ‖W^V‖² and ‖W^V‖²: between them μ follows the price of content
 _RATIO, _LEAST = 1.02, -2000  # of two radii at which the largest eigenvalue is proved, and the smallest of them
+_NONE = -(2**31)  # no level
 _AT_ONCE = {
     "cpu": 2**17,
     "cuda": 2**27,
@@ -69,6 +71,32 @@ class Pairs(Bound):
 
 
 @final
+@dataclass
+class _Levels:
+    """What was proved at some levels of each input.
+
+    Attributes:
+        level: (S, B) the levels; _NONE where nothing was proved.
+        above: (S, B, N) the weights there.
+        largest: (S, B) √λ_max.
+    """
+
+    level: Int64[Tensor, "S B"]
+    above: Float64[Tensor, "S B N"]
+    largest: Float64[Tensor, "S B"]
+
+    def at(self, level: Int64[Tensor, "e B"]) -> Int64[Tensor, "e B"]:
+        """The place at which a level of an input is known; -1 where it is not."""
+        same = self.level == level.unsqueeze(1)
+        places = torch.arange(len(self.level), device=level.device).unsqueeze(-1)
+        return torch.cat([torch.full_like(level, -1).unsqueeze(1), torch.where(same, places, -1)], 1).amax(1)
+
+    def add(self, level: Tensor, above: Tensor, largest: Tensor) -> None:
+        self.level, self.above = torch.cat([self.level, level]), torch.cat([self.above, above])
+        self.largest = torch.cat([self.largest, largest])
+
+
+@final
 @dataclass(frozen=True)
 class _Chosen:
     """A layer at B inputs X with N pairs s = (l, i, j, m) of keys chosen for each. All numbers are upper bounds.
@@ -94,7 +122,6 @@ class _Chosen:
         drawn: (B, h, n, n) value_top_li w_lij, (j, i).
         drawn_top: (B, h, n) λ_max(Σ_i drawn_lji q_li q_liᵀ).
         unit: (B) ‖X‖_F; √λ_max is proved at the radii unit · _RATIO^level, whatever was asked before.
-        known: for each level the weights (B, N) and √λ_max (B), not a number where it was not needed yet.
     """
 
     here: AtPoint
@@ -117,7 +144,12 @@ class _Chosen:
     drawn: Float64[Tensor, "B h n n"]
     drawn_top: Float64[Tensor, "B h n"]
     unit: Float64[Tensor, " B"]
-    known: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @cached_property
+    def _proved(self) -> _Levels:
+        """What was proved so far."""
+        none = self.gram.new_zeros(0, *self.head.shape)
+        return _Levels(self.head.new_zeros(0, len(self.head)), none, none[..., 0])
 
     def gain(self, radii: Float64[Tensor, "*b e"]) -> Float64[Tensor, "*b e"]:
         """A bound of δ/ε."""
@@ -167,28 +199,30 @@ class _Chosen:
 
     def _largest(self, r: Float64[Tensor, "e B"], weight: Float64[Tensor, "e B N"]) -> Float64[Tensor, "e B"]:
         """√λ_max(diag(w) G diag(w)); it is proved at a few radii, and what is proved at a larger one is scaled down."""
-        unit, known = self.unit, self.known
-        level = (torch.log((r / unit).clamp(_RATIO**_LEAST, 1e200)) / math.log(_RATIO)).ceil().long()
-        level = torch.where(unit * _RATIO ** level.double() < r, level + 1, level)
-        bound = torch.full_like(r, math.inf)
-        for at in torch.unique(level).tolist():
-            if at not in known:
-                known[at] = self._above(unit * _RATIO**at), torch.full_like(unit, math.nan)
-            above, largest = known[at]
-            new = ((level == at).any(0) & largest.isnan()).nonzero().squeeze(-1)
-            if len(new):
-                largest[new] = self._proved(above[new], new)
-            # Any factor serves for which weight <= factor · above.
-            factor = up((weight / above).amax(-1))
-            bound = torch.where(level == at, up(factor * largest), bound)
-        return bound
+        level = (torch.log((r / self.unit).clamp(_RATIO**_LEAST, 1e200)) / math.log(_RATIO)).ceil().long()
+        level = torch.where(self.unit * _RATIO ** level.double() < r, level + 1, level)
+        known = self._proved.at(level)
+        if not bool((known >= 0).all()):
+            self._prove(level, known < 0)
+            known = self._proved.at(level)
+        every = torch.arange(level.shape[-1], device=level.device)
+        # Any factor serves for which weight <= factor · above.
+        factor = up((weight / self._proved.above[known, every]).amax(-1))
+        return up(factor * self._proved.largest[known, every])
 
-    def _above(self, radius: Float64[Tensor, " B"]) -> Float64[Tensor, "B N"]:
-        """The weights at this radius of every input."""
-        at = radius.unsqueeze(0)
-        return self._weights(at, *self._probabilities(at))[0][0].clamp(min=1e-100)
+    def _prove(self, level: Int64[Tensor, "e B"], new: Bool[Tensor, "e B"]) -> None:
+        """Proves √λ_max at the levels of all inputs that are new, together."""
+        asked = new.any(-1)
+        level, new = level[asked], new[asked]
+        radius = self.unit * _RATIO ** level.double()
+        above = self._weights(radius, *self._probabilities(radius))[0].clamp(min=1e-100)
+        largest = torch.full_like(radius, math.inf)
+        which = new.nonzero(as_tuple=True)
+        largest[which] = self._above(above[which], which[1])
+        self._proved.add(torch.where(new, level, _NONE), above, largest)
 
-    def _proved(self, weight: Float64[Tensor, "b N"], which: Int64[Tensor, " b"]) -> Float64[Tensor, " b"]:
+    def _above(self, weight: Float64[Tensor, "b N"], which: Int64[Tensor, " b"]) -> Float64[Tensor, " b"]:
+        """√λ_max for weights of some of the inputs."""
         w = weight.unsqueeze(1)
         long, short = ((w * t[which]).square().sum(-1) for t in (self.lengths, self.radii))
         size, rounding = self.size[which], self.rounding[which]
