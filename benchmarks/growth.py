@@ -1,17 +1,20 @@
 """How time and memory grow when tokens, width, heads, layers or inputs are doubled, beside what the algorithm promises.
 
-Every point is measured in a process of its own: CPU seconds of one thread, and how far its memory grew. With a GPU the
-same points are measured there too.
+On a CPU every point is measured in a process of its own: seconds of one thread, and how far its memory grew. The GPU
+part, with larger sizes, runs by itself: python -m benchmarks.growth [FILE].
 """
 
 from __future__ import annotations
 
+import json
 import math
 import multiprocessing
 import resource
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -19,13 +22,15 @@ from rich.console import Console
 from rich.table import Table
 
 import holdfast
-from benchmarks.harness import RESULTS, machine, save
 from holdfast.compositions import certify_inputs
 from holdfast.errors import HoldfastError
+from holdfast.linalg.certified import GIB
 from holdfast.models import DigitsViT
+from holdfast.storage import write_text
 from holdfast.studies.tightness import Regime, draw
 
 DOUBLINGS = 2
+MEMORY = 64 * GIB  # that a proved norm may hold
 
 
 @final
@@ -49,7 +54,7 @@ def _bound(method: str) -> Prepare:
     def prepare(point: Point, device: str) -> Callable[[], object]:
         layer, x = draw(Regime(point.n, point.d, point.h, 3.0, 1.0), seed=0)
         moved, batch = layer.to(device=device), x.expand(point.inputs, -1, -1).to(device)
-        return lambda: holdfast.bound(moved, batch, 0.1, method)
+        return lambda: holdfast.bound(moved, batch, 0.1, method, memory_limit=MEMORY)
 
     return prepare
 
@@ -75,22 +80,39 @@ class Work:
 
     Attributes:
         prepare: makes ready what is measured, at a size and on a device.
-        first: the size that is doubled.
+        first: the size that is doubled, on a CPU.
+        on_gpu: the same on a GPU.
         promised: for each variable the exponents of time and memory, as the algorithm has them for large sizes.
     """
 
     prepare: Prepare
     first: Point
+    on_gpu: Point
     promised: Mapping[str, tuple[float, float]]
 
 
 WORKS = {
     "second-order, proved": Work(
-        _bound("second-order"), Point(32, 32, 4), {"n": (3, 2), "d": (3, 2), "h": (0, 0), "inputs": (1, 0)}
+        _bound("second-order"),
+        Point(32, 32, 4),
+        Point(64, 64, 8),
+        {"n": (3, 2), "d": (3, 2), "h": (0, 0), "inputs": (1, 0)},
     ),
-    "rows, proved": Work(_bound("rows"), Point(128, 64, 4), {"n": (2, 2), "d": (2, 1), "h": (0, 1), "inputs": (1, 1)}),
-    "certify by gains": Work(_certify("gains"), Point(17, 32, 4, inputs=4), {"layers": (1, 0), "inputs": (1, 1)}),
-    "certify by telescoped": Work(_certify("telescoped"), Point(17, 16, 2), {"layers": (2, 1), "inputs": (1, 0)}),
+    "rows, proved": Work(
+        _bound("rows"),
+        Point(128, 64, 4),
+        Point(256, 256, 8, inputs=8),
+        {"n": (2, 2), "d": (2, 1), "h": (0, 1), "inputs": (1, 1)},
+    ),
+    "certify by gains": Work(
+        _certify("gains"),
+        Point(17, 32, 4, inputs=4),
+        Point(17, 64, 4, inputs=1024),
+        {"layers": (1, 0), "inputs": (1, 1)},
+    ),
+    "certify by telescoped": Work(
+        _certify("telescoped"), Point(17, 16, 2), Point(17, 32, 2, inputs=4), {"layers": (2, 1), "inputs": (1, 0)}
+    ),
 }
 
 
@@ -107,38 +129,48 @@ class Measured:
     megabytes: float
 
 
-def _measure(prepare: Prepare, point: Point, device: str, answer: Any) -> None:
+def _answer(prepare: Prepare, point: Point, answer: Any) -> None:
     torch.set_num_threads(1)
-    prepare(Point(4, 8, 2), device)()  # what is loaded once
-    run = prepare(point, device)
+    prepare(Point(4, 8, 2), "cpu")()  # what is loaded once
+    run = prepare(point, "cpu")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    on_gpu = device != "cpu"
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    clock = time.perf_counter if on_gpu else time.process_time
-    began = clock()
+    began = time.process_time()
     run()
-    if on_gpu:
-        torch.cuda.synchronize()
-    seconds = clock() - began
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
-    answer.send((seconds, torch.cuda.max_memory_allocated() / 2**20 if on_gpu else held))
+    seconds = time.process_time() - began
+    answer.send((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before))
 
 
-def measured(name: str, variable: str, point: Point, device: str) -> Measured:
+def on_cpu(name: str, variable: str, point: Point) -> Measured:
     """One point, in a process of its own."""
-    context = multiprocessing.get_context("spawn" if device != "cpu" else "fork")
+    context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_measure, args=(WORKS[name].prepare, point, device, sender))
+    process = context.Process(target=_answer, args=(WORKS[name].prepare, point, sender))
     process.start()
     sender.close()  # or a process that ends without an answer would be waited for, for ever
     try:
         seconds, megabytes = receiver.recv()
     except EOFError:
-        raise HoldfastError(f"{name} gave no answer at {point} on {device}") from None
+        raise HoldfastError(f"{name} gave no answer at {point}") from None
     process.join()
-    return Measured(name, variable, device, point, seconds, megabytes)
+    return Measured(name, variable, "cpu", point, seconds, megabytes)
+
+
+def on_gpu(name: str, variable: str, point: Point) -> Measured:
+    """The second of two runs of one point."""
+    run = WORKS[name].prepare(point, "cuda")
+    run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    return Measured(name, variable, "cuda", point, seconds, (torch.cuda.max_memory_allocated() - before) / 2**20)
+
+
+def doubled(first: Point, variable: str) -> list[Point]:
+    return [replace(first, **{variable: getattr(first, variable) * 2**k}) for k in range(DOUBLINGS + 1)]
 
 
 def exponent(sizes: list[float], values: list[float]) -> float:
@@ -174,18 +206,36 @@ def fitted(points: list[Measured]) -> list[dict[str, Any]]:
 
 
 def run(quick: bool = False) -> None:
-    """Measures, shows the table, and draws the plot."""
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    chosen = list(WORKS)[:1] if quick else list(WORKS)
+    """The CPU part: measures, shows the table, and draws the plot."""
+    from benchmarks.harness import RESULTS, machine, save
+
     points = [
-        measured(name, variable, replace(work.first, **{variable: getattr(work.first, variable) * 2**k}), device)
-        for device in devices
-        for name in chosen
-        for work in (WORKS[name],)
+        on_cpu(name, variable, point)
+        for name, work in list(WORKS.items())[: 1 if quick else None]
         for variable in (list(work.promised)[:1] if quick else work.promised)
-        for k in range(DOUBLINGS + 1)
+        for point in doubled(work.first, variable)
     ]
     rows = fitted(points)
+    _show(rows)
+    if not quick:
+        save("growth", {"machine": machine(), "fitted": rows, "points": [asdict(point) for point in points]})
+        _draw(rows, RESULTS / "growth.png")
+
+
+def run_gpu(out: Path) -> None:
+    """The GPU part."""
+    points = []
+    for name, work in WORKS.items():
+        for variable in work.promised:
+            points += [on_gpu(name, variable, point) for point in doubled(work.on_gpu, variable)]
+            _show(fitted(points[-DOUBLINGS - 1 :]))
+    rows, where = fitted(points), {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    content = {"machine": where, "fitted": rows, "points": [asdict(point) for point in points]}
+    write_text(out, json.dumps(content, indent=1) + "\n")
+    _draw(rows, out.with_suffix(".png"))
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
     table = Table("work", "doubled", "on", "time ~ size^", "promised", "memory ~ size^", "promised", "s", "MB")
     for row in rows:
         table.add_row(
@@ -200,12 +250,9 @@ def run(quick: bool = False) -> None:
             ", ".join(f"{megabytes:.0f}" for megabytes in row["megabytes"]),
         )
     Console(width=140).print(table)
-    if not quick:
-        save("growth", {"machine": machine(), "fitted": rows, "points": [asdict(point) for point in points]})
-        _draw(rows)
 
 
-def _draw(rows: list[dict[str, Any]]) -> None:
+def _draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Fitted against promised exponents of time and memory."""
     import matplotlib
 
@@ -222,5 +269,9 @@ def _draw(rows: list[dict[str, Any]]) -> None:
     axes[0].invert_yaxis()
     axes[0].legend()
     figure.tight_layout()
-    figure.savefig(RESULTS / "growth.png", dpi=120)
+    figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    run_gpu(Path(sys.argv[1] if len(sys.argv) > 1 else "results/benchmarks/growth_gpu.json"))
