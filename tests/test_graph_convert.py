@@ -147,6 +147,20 @@ def test_weights_that_are_computed() -> None:
     assert_is(to_network(model, images), model, images)
 
 
+def test_where_nothing_runs_the_comparison_is_made_on_the_cpu() -> None:
+    """A model that was read before is compared with its network on the device, here one that holds no numbers."""
+    model, images, readings = load_digits_vit(), demo_digits().images, Readings()
+    to_network(model, images[:1], readings=readings)
+    again = to_network(model, images[:3], readings=readings, device="meta")
+    assert again.equality is not None
+    assert again.equality.inputs == 3
+    assert next(readings.double(model, torch.device("meta")).parameters()).is_meta
+    with torch.no_grad():
+        next(iter(readings.double(model).parameters())).mul_(1.5)
+    with pytest.raises(ConversionError, match="the network is not the model"):
+        to_network(model, images[:3], readings=readings, device="meta")
+
+
 # -- what moves
 
 

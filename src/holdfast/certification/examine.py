@@ -26,7 +26,7 @@ def examine(
     readings: Readings | None = None,
 ) -> list[Record]:
     """One record for each input of a batch, computed on the device; a model that was read before is not read again."""
-    entered = enter(model, batch.inputs, settings, readings).to(device)
+    entered = enter(model, batch.inputs, settings, readings, device)
     proofs = certify_inputs(
         entered.network,
         entered.x,

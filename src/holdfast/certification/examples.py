@@ -244,24 +244,22 @@ class Entered:
     network: Network
     x: Float64[Tensor, "b n d"]
 
-    def to(self, device: str) -> Entered:
-        """The inputs on a device; the network computes where its input is."""
-        return replace(self, x=self.x.to(device))
-
 
 def enter(
     model: Network | nn.Module,
     inputs: Tensor | Mapping[str, Tensor],
     settings: Settings,
     readings: Readings | None = None,
+    device: str = "cpu",
 ) -> Entered:
-    """The model as a network, checked against the model at these inputs; a network as it is.
+    """The model as a network, checked against the model at these inputs, which are put on the device.
 
     Args:
         model: whose inputs they are.
         inputs: a batch.
         settings: what moves.
         readings: what was read of the model before.
+        device: where the inputs go, and where a model that was read before is compared; a network is taken as it is.
     """
     if isinstance(model, Network):
         if settings.perturb is not None or settings.normalise is not None:
@@ -271,6 +269,8 @@ def enter(
         if not isinstance(inputs, Tensor) or inputs.ndim != 3:
             received = f"of shape {tuple(inputs.shape[1:])}" if isinstance(inputs, Tensor) else "keyword arguments"
             raise InputError(f"the inputs of {model.name} are {received}; expected tensors (n, d), one for each label")
-        return Entered(model, inputs.double())
-    converted = to_network(model, inputs, perturb=settings.perturb, normalise=settings.normalise, readings=readings)
-    return Entered(converted.network, converted.encode(inputs))
+        return Entered(model, inputs.double().to(device))
+    converted = to_network(
+        model, inputs, perturb=settings.perturb, normalise=settings.normalise, readings=readings, device=device
+    )
+    return Entered(converted.network, converted.encode(inputs).to(device))

@@ -16,7 +16,7 @@ from holdfast.graph.declared import declared
 from holdfast.graph.entrance import Entrance, find_entrance, first_of
 from holdfast.graph.entries import Value
 from holdfast.graph.equality import Equality, check_as_it_runs, check_equal, float64_copy, float64_inputs
-from holdfast.graph.export import ModelInputs, Program, export
+from holdfast.graph.export import CPU, ModelInputs, Program, export
 from holdfast.graph.perturbation import Perturbation, perturbed
 from holdfast.graph.prune import pruned
 from holdfast.graph.reader import Reader
@@ -70,12 +70,13 @@ class Readings:
 
     def __init__(self) -> None:
         self._known: list[Reading] = []
-        self._double: nn.Module | None = None
+        self._doubles: dict[torch.device, nn.Module] = {}
 
-    def double(self, model: nn.Module) -> nn.Module:
-        """The model in float64."""
-        self._double = self._double or float64_copy(model)
-        return self._double
+    def double(self, model: nn.Module, device: torch.device = CPU) -> nn.Module:
+        """The model in float64 on a device."""
+        if device not in self._doubles:
+            self._doubles[device] = float64_copy(model).to(device)
+        return self._doubles[device]
 
     def read(self, model: nn.Module, inputs: ModelInputs | None) -> tuple[Reading, bool]:
         """The network of the model, in float64, for these inputs; and whether it is new."""
@@ -93,6 +94,7 @@ def to_network(
     perturb: Perturbation | None = None,
     normalise: tuple[Sequence[float], Sequence[float]] | None = None,
     readings: Readings | None = None,
+    device: str = "cpu",
 ) -> Converted:
     """Turns a classifier into a network that computes the same logits.
 
@@ -113,6 +115,8 @@ def to_network(
         normalise: mean and standard deviation of every channel, if the model takes images that are normalised. The
             network's input is then the image before that, so that radii are in units of its pixels.
         readings: what was read of this model before.
+        device: where network and model are compared on inputs of a kind that was read before; on the CPU where they do
+            not run there, or seem to differ.
 
     Raises:
         ConversionError: the model is training, or does something that is not known; or the network's logits are not
@@ -134,9 +138,20 @@ def to_network(
 
     reading, new = readings.read(double, None if inputs is None else model_inputs(inputs))
     network = reading.network if piece is None else reading.network.before(piece)
+
+    def equality_on(where: torch.device, inputs: ModelInputs) -> Equality:
+        there = readings.double(model, where)
+        return check_equal(network, reading.entrance, there, inputs, reading.encode, model_inputs, where, around=new)
+
     equality = None
     if inputs is not None:
-        equality = check_equal(network, reading.entrance, double, inputs, reading.encode, model_inputs, around=new)
+        where = CPU if new else torch.device(device)
+        try:
+            equality = equality_on(where, inputs)
+        except (ConversionError, RuntimeError):
+            if where == CPU:
+                raise
+            equality = equality_on(CPU, inputs)
         if new:
             check_as_it_runs(network, reading.entrance, model, inputs, reading.encode, model_inputs)
     moved = perturbed(network, reading.entrance and reading.entrance.kind, reading.encode, perturb, inputs)

@@ -106,6 +106,7 @@ def check_equal(
     inputs: ModelInputs,
     encode: Callable[[ModelInputs], Tensor],
     model_inputs: Callable[[ModelInputs], ModelInputs],
+    device: torch.device = CPU,
     *,
     around: bool,
 ) -> Equality:
@@ -118,19 +119,20 @@ def check_equal(
         inputs: a batch of inputs.
         encode: these as the network takes them.
         model_inputs: these as the model takes them, normalised where that is part of the network.
+        device: where the model is; points around the inputs are compared on the CPU alone.
         around: whether points around the inputs are compared, too.
 
     Raises:
         ConversionError: they differ; the message says by how much.
     """
     x = encode(inputs)
-    logits = model_logits(model, model_inputs(inputs))
+    logits = model_logits(model, placed(model_inputs(inputs), device)).cpu()
     if isinstance(model, OnnxModel):
         model.check(model_inputs(inputs), logits)
     answer = logits if entrance is None else entrance.answer(logits)
     single = entrance is not None and entrance.program.casts(entrance.node)
     most = SINGLE if single else TOLERANCE
-    worst = compare(network, x, answer, most)
+    worst = compare(network, x.to(device), answer, most)
     count = len(x)
     for one in each_of(inputs)[:_AROUND] if around else ():
         for number, radius in enumerate(RADII):
@@ -231,7 +233,7 @@ def compare(
         ConversionError: it is larger than `most`; the message says that the network is not `what`.
     """
     with torch.no_grad():
-        returned = network(x)
+        returned = network(x).to(logits.device)
     if returned.shape != logits.shape:
         raise ConversionError(
             f"{network.name}: the network returns logits {tuple(returned.shape)}, the model {tuple(logits.shape)}"
