@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from collections.abc import Callable, Iterable
+from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 _WARM_UPS = 3  # passes before the recording, in which libraries set themselves up
 
@@ -14,15 +15,15 @@ class Gradients:
     """Computes the loss of a batch, and leaves its gradients in the parameters, which have none before.
 
     Args:
-        objective: a module from inputs, labels and progress to the loss, or what stands for it in several processes.
+        objective: from the tensors of a batch to the loss.
     """
 
-    def __init__(self, objective: Any) -> None:
+    def __init__(self, objective: Callable[..., Tensor]) -> None:
         self._objective = objective
 
     def __call__(self, *batch: Tensor) -> Tensor:
         """The loss."""
-        loss: Tensor = self._objective(*batch)
+        loss = self._objective(*batch)
         torch.autograd.backward(loss)
         return loss.detach()
 
@@ -34,12 +35,14 @@ class RecordedGradients(Gradients):
     The first batch is recorded; all others have its shape. The loss that is returned changes with the next call.
 
     Args:
-        objective: the module; it runs without a look at its numbers.
+        objective: from the tensors of a batch to the loss, without a look at numbers; what it keeps from one batch to
+            the next it changes in place.
+        parameters: that get gradients.
     """
 
-    def __init__(self, objective: nn.Module) -> None:
+    def __init__(self, objective: Callable[..., Tensor], parameters: Iterable[Tensor]) -> None:
         super().__init__(objective)
-        self._parameters = [p for p in objective.parameters() if p.requires_grad]
+        self._parameters = [p for p in parameters if p.requires_grad]
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, *batch: Tensor) -> Tensor:

@@ -163,7 +163,7 @@ class _Training:
         objective = TrainingObjective(self._model, self._c.losses, bf16=self._c.precision == "bf16")
         self._gradients_of: Gradients
         if self._c.compile == "graph" and place.device.type == "cuda" and place.count == 1:
-            self._gradients_of = RecordedGradients(objective)
+            self._gradients_of = RecordedGradients(objective, objective.parameters())
         else:
             if self._c.compile not in ("no", "graph"):
                 objective.compile(mode=self._c.compile)
