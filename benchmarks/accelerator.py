@@ -1,4 +1,4 @@
-"""What a GPU takes: bounds of layers of real sizes beside the attack, and certification of a shelf model by `gains`.
+"""What a GPU takes: bounds of layers of real sizes beside the attack, their caches, a shelf model certified by `gains`.
 
 python -m benchmarks.accelerator [FILE]. Layers have the shapes of MiniLM's and SmolLM2's, random weights; images are
 random, with the model's own answers as labels. Without a GPU sizes are small, and nothing is written.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ import torch
 from rich.console import Console
 
 import holdfast
+from benchmarks.gpu import second_call
 from holdfast.attention import Rotary
 from holdfast.models import load
 from holdfast.storage import write_text
 
 EPS = 0.01
 TOKENS = {"numerical": 128, "proved": 16}  # a proved second-order bound holds a matrix of (n d)² numbers
+LENGTHS, BITS = (128, 512), ("int8", "int4")  # of a cache
 IMAGES, BATCH = 400, 200
 
 
@@ -31,9 +34,10 @@ def run(out: Path) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     small = device == "cpu"
     rows = []
-    for row in (*_bounds(device, small), *_certified(device, small)):
-        Console(width=140).print(row)
-        rows.append(row)
+    for work in (_bounds, _caches, _certified):
+        for row in work(device, small):
+            Console(width=140).print(row)
+            rows.append(row)
     if not small:
         where = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
         write_text(out, json.dumps({"machine": where, "eps": EPS, "rows": rows}, indent=1) + "\n")
@@ -43,9 +47,9 @@ def _bounds(device: str, small: bool) -> Iterator[dict[str, Any]]:
     for guarantee, method in (("numerical", "second-order"), ("proved", "rows"), ("proved", "second-order")):
         tokens = TOKENS["proved" if method == "second-order" and guarantee == "proved" else "numerical"]
         for name, (layer, x) in _layers(tokens // 8 if small else tokens, device).items():
-            witness, attacking, _ = _timed(partial(holdfast.attack, layer, x, EPS, restarts=1, steps=2), device)
+            witness, attacking, _ = second_call(partial(holdfast.attack, layer, x, EPS, restarts=1, steps=2))
             work = partial(holdfast.bound, layer, x, EPS, method, guarantee=guarantee)
-            bound, seconds, gigabytes = _timed(work, device)
+            bound, seconds, gigabytes = second_call(work)
             yield {
                 "work": f"{method}, {guarantee}",
                 "layer": name,
@@ -54,6 +58,27 @@ def _bounds(device: str, small: bool) -> Iterator[dict[str, Any]]:
                 "attack seconds": attacking,
                 "GiB": gigabytes,
                 "ratio to the attack": float(bound.value / witness.lower),
+            }
+
+
+def _caches(device: str, small: bool) -> Iterator[dict[str, Any]]:
+    """How far a cache in few bits can move the output: proved alone, and with the search for a bad one beside it."""
+    for tokens, bits in product(LENGTHS, BITS):
+        for name, (layer, x) in _layers(tokens // 8 if small else tokens, device).items():
+            work = partial(holdfast.cache_error, layer, x, bits, bits)
+            error, seconds, gigabytes = second_call(partial(work, attack=False))
+            attacked, in_all, _ = second_call(work)
+            size = error.size.median()
+            yield {
+                "work": f"cache_error, {bits}",
+                "layer": name,
+                "tokens": len(x),
+                "seconds": seconds,
+                "seconds with the attack": in_all,
+                "GiB": gigabytes,
+                "proved": float(error.value.max() / size),
+                "attack": float(attacked.lower.max() / size),
+                "median norms / proved": float((error.norms / error.value).median()),
             }
 
 
@@ -90,20 +115,6 @@ def _certified(device: str, small: bool) -> Iterator[dict[str, Any]]:
         seconds = time.perf_counter() - began
         size = "auto" if batch is None else str(batch)
         yield {"work": "cifar10-best by gains", "batch": size, "images": images, "seconds": seconds}
-
-
-def _timed(work: Callable[[], Any], device: str) -> tuple[Any, float, float]:
-    """What the second of two calls returns, its seconds, and the GiB that it took of the GPU."""
-    work()
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    result = work()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - began
-    return result, seconds, torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
 
 
 if __name__ == "__main__":

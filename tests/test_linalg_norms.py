@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.errors import HoldfastError, InputError, MemoryLimitError
 from holdfast.linalg import (
@@ -23,6 +24,7 @@ from holdfast.linalg import (
     MatrixOperator,
     certified,
     estimate,
+    lanczos,
     thin_norm,
     upper,
 )
@@ -465,6 +467,35 @@ def test_estimate_of_a_batch_is_that_of_its_members() -> None:
     torch.testing.assert_close(result.value.flatten(), alone, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("scale", [1e-200, 1.0, 1e200])
+def test_a_gpu_is_never_asked_between_two_looks(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where asking waits, small eigenproblems are squared and looks are rare: the same values, vectors and NaN."""
+    matrix = with_singular_values([3.0, 2.999, *(2 / k for k in range(1, 49))], 60, 50) * scale
+    matrices = torch.stack([matrix, torch.zeros_like(matrix), matrix.mT.reshape(60, 50), matrix * torch.nan])
+    monkeypatch.setattr(lanczos, "waits", lambda device: True)
+    with Waits() as waits:
+        result = estimate(MatrixOperator(matrices), tolerance=1e-9)
+    assert waits.count <= 2 * math.log(result.iterations, 4 / 3)
+    truth = torch.linalg.svdvals(matrices[:3] / scale)[:, 0] * scale
+    torch.testing.assert_close(result.value[:3], truth, rtol=1e-8, atol=0)
+    assert bool(result.value[3].isnan())
+    assert result.right is not None
+    pushed = (matrices[0] / scale @ result.right[0]).norm()
+    assert float(pushed) == pytest.approx(float(truth[0] / scale), rel=1e-8)
+    (only,) = estimate(MatrixOperator(tensor([[[2.0]]]) * scale)).value
+    assert float(only / scale) == pytest.approx(2)
+
+
+class Waits(TorchDispatchMode):
+    """Counts the numbers that are asked for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("tolerance", [1e-3, 1e-6, 1e-10])
 def test_estimate_stops_by_its_own_residual(tolerance: float) -> None:
     values = [4.0, *(1 / k for k in range(1, 300))]
@@ -579,11 +610,11 @@ def test_functions_that_do_not_fit(function: Callable[[Tensor], Any], batch_dims
 def test_powers_find_what_the_eigensolver_finds(size: int) -> None:
     B = noise(30, size, size)
     squares = B @ B.mT
-    value, vector = _dominant(squares)
+    value, vector = _dominant(squares, 30)
     values, vectors = torch.linalg.eigh(squares)
     torch.testing.assert_close(value, values[:, -1], rtol=1e-12, atol=0)
     torch.testing.assert_close(vector.abs(), vectors[..., -1].abs(), rtol=0, atol=1e-6)
-    assert not bool(_dominant(torch.zeros_like(squares))[1].any())
+    assert not bool(_dominant(torch.zeros_like(squares), 30)[1].any())
 
 
 def test_squarings_hold_for_every_matrix_within_the_error() -> None:

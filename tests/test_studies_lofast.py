@@ -124,8 +124,9 @@ def test_a_grid_from_training_to_figure(call: Call, tmp_path: Path, monkeypatch:
         assert one.test_inputs == 360
         assert len(one.right) == 4
         for method in ("lofast", "layerwise"):
-            for radius, nearest in zip(one.radius[method], one.attack, strict=True):
-                assert 0 < radius <= (math.inf if nearest is None else nearest)
+            for right, radius, nearest in zip(one.right, one.radius[method], one.attack, strict=True):
+                assert (radius > 0) == right
+                assert radius <= (math.inf if nearest is None else nearest)
     assert all((tmp_path / "results" / f"lofast-fig5{end}").exists() for end in (".json", ".png", ".svg", ".md"))
     assert "Figure 5" in out
     assert "lofast-fig5.md" in out
@@ -289,3 +290,25 @@ def test_no_change_is_reported_beyond_the_radius(size: float, radius: float) -> 
     labels = torch.zeros(20, dtype=torch.int64)
     assert not AutoPgd(steps=10)(logits, x, labels, torch.full((20,), radius)).any()
     assert AutoPgd(steps=10)(logits, x, labels, torch.full((20,), 1.01 * radius)).all()
+
+
+def test_parts_that_do_not_fit_are_halved() -> None:
+    asked: list[int] = []
+
+    def work(part: slice) -> list[float]:
+        asked.append(part.stop - part.start)
+        if asked[-1] > 3:
+            raise torch.OutOfMemoryError
+        return [float(i) for i in range(part.start, part.stop)]
+
+    assert lofast_grid._in_parts(work, 7, 8) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert asked == [7, 4, 2, 2, 2, 1]
+    with pytest.raises(torch.OutOfMemoryError):
+        lofast_grid._in_parts(lambda part: work(slice(0, 9)), 1, 2)
+
+
+def test_the_longest_networks_come_first() -> None:
+    chosen = lofast_grid.members("lofast-vit", (0.1,), {}, inputs=1, seed=0)
+    assert len(chosen) == 48
+    sizes = [(one.values["depth"], one.values["patch"]) for one in chosen]
+    assert (sizes[0], sizes[-1]) == ((6.0, 4.0), (2.0, 8.0))

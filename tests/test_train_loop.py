@@ -247,6 +247,13 @@ def test_a_compiled_training(digits, tmp_path, slope):
     assert fast.history[0].loss == pytest.approx(plain.history[0].loss, rel=1e-3)
 
 
+def test_a_recorded_training(digits, tmp_path):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    plain = train(setup(digits, epochs=2), tmp_path / "plain", device=device)
+    recorded = train(setup(digits, epochs=2, compile="graph"), tmp_path / "recorded", device=device)
+    assert recorded.history[-1].loss == pytest.approx(plain.history[-1].loss, rel=1e-3 if device == "cuda" else 0)
+
+
 # -- configs
 
 

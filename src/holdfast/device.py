@@ -24,5 +24,10 @@ def check_device(name: str) -> torch.device:
     return device
 
 
+def waits(device: torch.device) -> bool:
+    """Whether asking for a number waits for all work that was given to the device so far."""
+    return device.type != "cpu"
+
+
 def _unknown(name: str) -> InputError:
     return InputError(f"the device is {name!r}; expected cpu, cuda, or one GPU such as cuda:1")

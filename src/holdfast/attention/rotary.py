@@ -125,14 +125,21 @@ class Rotary:
 
     def _coefficients(self, q: Array, rows: slice | None = None) -> tuple[Array, Array, Tensor]:
         """What multiplies an entry, what multiplies its partner, and which that is, for all k entries of a head."""
-        partner, sign = self._turned
-        rest = q.shape[-1] - self.r
-        cos = torch.nn.functional.pad(self.cos, (0, rest), value=1.0)
-        sin = torch.nn.functional.pad(self.sin * sign, (0, rest))
+        if (k := q.shape[-1]) not in self._by_width:
+            partner, sign = self._turned
+            cos = torch.nn.functional.pad(self.cos, (0, k - self.r), value=1.0)
+            sin = torch.nn.functional.pad(self.sin * sign, (0, k - self.r))
+            others = torch.arange(self.r, k, device=partner.device)
+            self._by_width[k] = cos.unsqueeze(-3), sin.unsqueeze(-3), torch.cat([partner, others])
+        cos, sin, partner = self._by_width[k]
         if rows is not None:
             cos, sin = cos[..., rows, :], sin[..., rows, :]
-        others = torch.arange(self.r, q.shape[-1], device=partner.device)
-        return lift(cos.unsqueeze(-3), q), lift(sin.unsqueeze(-3), q), torch.cat([partner, others])
+        return lift(cos, q), lift(sin, q), partner
+
+    @cached_property
+    def _by_width(self) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+        """What `_coefficients` gives for heads of each width."""
+        return {}
 
 
 def _members(t: Tensor, batch: torch.Size, index: tuple[Tensor, ...]) -> Tensor:

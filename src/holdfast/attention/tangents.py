@@ -14,8 +14,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from holdfast.attention.layer import AttentionLayer, AttentionParts
+from holdfast.device import waits
 
-_BLOCK = 64  # queries whose masked keys are skipped together
+_BLOCK = 64  # queries whose masked keys are skipped together, where that is faster than to compute them too
 
 
 @final
@@ -79,7 +80,7 @@ class HeadTangents:
 
 def _blocks(allowed: Bool[Tensor, "*b n n"] | None, n: int) -> list[tuple[slice, slice]]:
     """Queries in blocks, each with the keys up to the last one that any of them may attend to."""
-    if allowed is None:
+    if allowed is None or waits(allowed.device):
         return [(slice(0, n), slice(0, n))]
     numbers = torch.arange(1, n + 1, device=allowed.device)
     reach = (allowed.reshape(-1, n, n).any(0) * numbers).amax(-1).tolist()

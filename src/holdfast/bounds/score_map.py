@@ -23,7 +23,7 @@ from holdfast.attention.rows import Rows
 from holdfast.linalg import Array, Ball
 from holdfast.linalg.arithmetic import Arithmetic
 
-_CHUNK = 2**21  # numbers of one temporary
+_CHUNK = {"cpu": 2**21, "cuda": 2**27}  # numbers of one temporary
 
 
 class ScoreMap(ABC, Generic[Array]):
@@ -320,7 +320,7 @@ def squares_at_keys(rotary: Rotary, query: Array, w: Array, p: Array | None = No
 def _blocks(rows: Array) -> list[slice]:
     """Rows in blocks, so that what is held for each pair of one of them and any other, (…, h, i, n, k), stays small."""
     n, size = rows.shape[-2], math.prod(rows.shape)
-    step = max(1, _CHUNK // size)
+    step = max(1, _CHUNK.get(rows.device.type, 2**21) // size)
     return [slice(start, min(start + step, n)) for start in range(0, n, step)]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from holdfast.linalg.rounding import UNIT
 
-_BLOCK = 2**23  # numbers that are sorted at once
+_BLOCK = {"cpu": 2**18, "cuda": 2**27}  # numbers of one temporary: what a cache holds, or what keeps a GPU busy
 
 
 def largest_means(
@@ -32,7 +32,7 @@ def largest_means(
     high, low = (scores + apart - top).exp(), (scores - apart - top).exp()
     size = a.abs().amax((-2, -1), keepdim=True)  # (…, 1, 1)
     largest = torch.empty(*batch, n, c, dtype=torch.float64, device=scores.device)
-    step = max(1, _BLOCK // max(1, batch.numel() * c * m))
+    step = max(1, _BLOCK.get(scores.device.type, 2**23) // max(1, batch.numel() * c * m))
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
         place = order.unsqueeze(-3).expand(*batch, rows.stop - start, c, m)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from holdfast.device import waits
 from holdfast.errors import TimeLimitError
 from holdfast.linalg import Array, Ball, MatrixOperator, ProvableOperator, estimate, thin_norm, upper
 from holdfast.linalg.certified import GIB
@@ -19,7 +20,7 @@ from holdfast.results import Guarantee
 
 T = TypeVar("T")
 
-_THIN = 32  # matrices of so few rows or columns are not worth an iteration
+_THIN, _SQUARED = 32, 1024  # matrices of so few rows or columns are not worth an iteration, or not where it waits
 
 #: What was computed from weights alone, as long as the first of them lives: by name, copies of the weights and result.
 _KEPT: MutableMapping[Tensor, dict[tuple[str, Guarantee], tuple[list[Tensor], Any]]] = WeakIdKeyDictionary()
@@ -167,7 +168,7 @@ class Numerical(Arithmetic[Tensor]):
         return x
 
     def matrix_norm(self, matrix: Tensor, *, rough: bool = False) -> Tensor:
-        if min(matrix.shape[-2:]) > _THIN:
+        if min(matrix.shape[-2:]) > (_SQUARED if waits(matrix.device) else _THIN):
             return self.norm(MatrixOperator(matrix), rough=rough)
         return thin_norm(matrix)
 

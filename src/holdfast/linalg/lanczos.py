@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from holdfast.device import waits
 from holdfast.linalg.operator import LinearOperator
 from holdfast.linalg.rounding import power_of_two
 from holdfast.results import NormResult
 
-_GPU_BATCH = 2**14  # as many eigenproblems as the GPU's solver takes
+_FULLY = 30  # squarings of a matrix after which its largest eigenvalue is exact to 2^-32
 
 
 def estimate(
@@ -44,33 +46,32 @@ def estimate(
     # The start may have a part in the null space, which costs one step more than the rank.
     limit = min(max_iterations, operator.domain.numel(), operator.codomain.numel() + 1)
     krylov = _Krylov(operator, limit, seed)
-    look = 3
+    squarings = min(_FULLY, max(1, math.ceil(-math.log2(tolerance)))) if tolerance > 0 else _FULLY
+    # The small eigenproblems are cheap beside a step for a few members on a CPU, not elsewhere.
+    rarely = waits(operator.device) or operator.batch.numel() >= 1000
+    look = 8 if rarely else 3
     while True:
         krylov.extend()
         if krylov.steps < min(look, limit):
             continue
-        top = krylov.top()
+        top = krylov.top(squarings)
         if krylov.steps == limit or not bool((top.error > tolerance * top.value).any()):
             break
-        # The small eigenproblems are cheap beside a step for a few members on a CPU, not elsewhere.
-        rarely = operator.device.type != "cpu" or operator.batch.numel() >= 1000
-        look = krylov.steps + max(1, krylov.steps // (2 if rarely else 16))
-    batch, dtype = operator.batch, operator.dtype
+        look = krylov.steps + max(1, krylov.steps // (3 if rarely else 16))
+    batch, dtype, scale = operator.batch, operator.dtype, krylov.scale
     right = _combine(krylov.right, top.right).reshape((*batch, *operator.domain))
     if krylov.left.is_kept:
-        left = _combine(krylov.left, top.left).reshape((*batch, *operator.codomain))
+        left = _combine(krylov.left, top.left)
     else:
-        left = operator.mv(right)
-        left = left / _length(left.reshape(batch.numel(), -1)).clamp(min=1e-300).to(dtype).reshape(
-            (*batch, *(1 for _ in operator.codomain))
-        )
+        left = operator.mv(right).reshape(batch.numel(), -1) / scale
+        left = left / torch.linalg.vector_norm(left, dim=-1, keepdim=True).clamp(min=1e-30)
     return NormResult(
-        value=top.value.reshape(batch).to(dtype),
+        value=(top.value * scale.squeeze(-1)).reshape(batch).to(dtype),
         side="estimate",
         guarantee="numerical",
-        residual=top.residual.reshape(batch).to(dtype),
+        residual=(top.residual * scale.squeeze(-1)).reshape(batch).to(dtype),
         iterations=krylov.steps,
-        left=left,
+        left=left.reshape((*batch, *operator.codomain)),
         right=right,
         seconds=time.perf_counter() - began,
     )
@@ -122,7 +123,7 @@ def top_eigenvalue(matrix: Tensor, scale: Tensor, tolerance: float, max_steps: i
             error = torch.minimum(residual, residual * (residual / gap))
             if steps == limit or not bool((known & (error > tolerance * values[..., -1])).any()):
                 return (values[..., -1] * per[:, 0, 0]).where(known, torch.nan)
-            look = steps + steps // (4 if matrix.device.type == "cpu" else 2)
+            look = steps + steps // (2 if waits(matrix.device) else 4)
         # What remains below rounding is noise: the space is exhausted, and zeros follow.
         unit = image / length.masked_fill(length <= 1e-15, torch.inf)
 
@@ -147,14 +148,23 @@ class _Top:
     residual: Tensor
     error: Tensor
     left: Tensor
-    right: Tensor
+    small: Tensor  # the map between the two bases
+
+    @property
+    def right(self) -> Tensor:
+        right = (self.left.unsqueeze(-2) @ self.small).squeeze(-2)
+        unit: Tensor = right / torch.linalg.vector_norm(right, dim=-1, keepdim=True).clamp(min=1e-300)
+        return unit
 
 
 class _Krylov:
-    """J V = U B and Jᵀ U = V Bᵀ + β v eᵀ with orthonormal U, V and upper bidiagonal B, grown step by step.
+    """J V = s U B and Jᵀ U = s (V Bᵀ + β v eᵀ) with orthonormal U, V and upper bidiagonal B, grown step by step.
 
-    All vectors are flattened to (members, size); a member whose space is exhausted continues with zero vectors.
+    All vectors are flattened to (members, size); a member whose space is exhausted continues with zero vectors. The
+    scale s is a power of two of about the size of J times the start, so that no square leaves the range.
     """
+
+    scale: Tensor  # (members, 1)
 
     def __init__(self, operator: LinearOperator, limit: int, seed: int) -> None:
         self._operator = operator
@@ -175,58 +185,58 @@ class _Krylov:
 
     def extend(self) -> None:
         op, members = self._operator, len(self.right.rows)
-        v = self.right.last.reshape((*op.batch, *op.domain))
-        self._alphas.append(self.left.append(op.mv(v).reshape(members, -1)))
-        u = self.left.last.reshape((*op.batch, *op.codomain))
-        self._betas.append(self.right.append(op.rmv(u).reshape(members, -1)))
+        image = op.mv(self.right.last.reshape((*op.batch, *op.domain))).reshape(members, -1)
+        if not self._alphas:
+            self.scale = power_of_two(image, (-1,))
+        self._alphas.append(self.left.append(image / self.scale))
+        image = op.rmv(self.left.last.reshape((*op.batch, *op.codomain))).reshape(members, -1)
+        self._betas.append(self.right.append(image / self.scale))
 
-    def top(self) -> _Top:
+    def top(self, squarings: int) -> _Top:
         B = torch.diag_embed(torch.stack(self._alphas, -1))
         if self.steps > 1:
             B = B + torch.diag_embed(torch.stack(self._betas[:-1], -1), offset=1)
         known = torch.isfinite(B).all(-1).all(-1)
         B = B.where(known[:, None, None], 0.0)
-        scale = power_of_two(B, (-2, -1))
-        B = B / scale
-        squares, left = _leading(B @ B.mT)
-        S = squares.clamp(min=0).sqrt() * scale.squeeze(-1)
+        squares, left = _leading(B @ B.mT, squarings)
+        S = squares.clamp(min=0).sqrt()
         value = S[..., -1].where(known, torch.nan)
-        right = (left.unsqueeze(-2) @ B).squeeze(-2)
-        right = right / _length(right).clamp(min=1e-300).unsqueeze(-1)
         residual = self._betas[-1] * left[..., -1].abs()
         gap = value - S[..., -2] if self.steps > 1 else torch.zeros_like(value)
         refined = torch.where(gap > residual, residual * (residual / gap), residual)
-        error = torch.minimum(residual, refined).where(known, torch.nan)
-        return _Top(value, residual, error, left, right)
+        return _Top(value, residual, refined.where(known, torch.nan), left, B)
 
 
-def _leading(matrices: Tensor) -> tuple[Tensor, Tensor]:
+def _leading(matrices: Tensor, squarings: int = _FULLY) -> tuple[Tensor, Tensor]:
     """The two largest eigenvalues (m, 2), ascending (one for 1 x 1), and the top vector of symmetric matrices >= 0.
 
-    A GPU solves many small eigenproblems at once up to a size of 32, larger ones one by one; squaring is then faster.
+    A GPU solves many small eigenproblems slowly, and larger ones one by one: there matrices are squared instead.
     """
-    if matrices.is_cuda and matrices.shape[-1] > 32:
-        second, _ = _dominant(matrices - _rank_one(*(top := _dominant(matrices))))
-        return torch.stack([second, top[0]], -1), top[1]
-    starts = range(0, len(matrices), _GPU_BATCH)
-    parts = [torch.linalg.eigh(matrices[start : start + _GPU_BATCH]) for start in starts]
-    return torch.cat([part[0][..., -2:] for part in parts]), torch.cat([part[1][..., -1] for part in parts])
+    if not waits(matrices.device):
+        values, vectors = torch.linalg.eigh(matrices)
+        return values[..., -2:], vectors[..., -1]
+    value, vector = _dominant(matrices, squarings)
+    if matrices.shape[-1] == 1:
+        return value.unsqueeze(-1), vector
+    rest = matrices - value[..., None, None] * vector.unsqueeze(-1) * vector.unsqueeze(-2)
+    second, _ = _dominant(rest, squarings // 2)  # only tells how far it is from the first
+    return torch.stack([second, value], -1), vector
 
 
-def _dominant(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest eigenvalue and its vector, from the power 2^30 of each matrix."""
+def _dominant(matrices: Tensor, squarings: int) -> tuple[Tensor, Tensor]:
+    """The largest eigenvalue and its vector, from the power p = 2^squarings of each matrix.
+
+    The vector's Rayleigh quotient is below the eigenvalue by a share of less than 1 / p, however small the gaps.
+    """
     power = matrices
-    for _ in range(30):
+    for done in range(squarings):
+        if done % 3 == 0:  # entries <= 1 become at most m^7 in between
+            power = power / torch.linalg.vector_norm(power, math.inf, (-2, -1), keepdim=True).clamp(min=1e-300)
         power = power @ power
-        power = power / power.abs().amax((-2, -1), keepdim=True).clamp(min=1e-300)
-    largest = power.diagonal(0, -2, -1).argmax(-1)
-    vector = power[torch.arange(len(power), device=power.device), largest]
+    largest = power.diagonal(0, -2, -1).argmax(-1, keepdim=True).unsqueeze(-1)
+    vector = power.take_along_dim(largest, -2).squeeze(-2)
     vector = vector / torch.linalg.vector_norm(vector, dim=-1, keepdim=True).clamp(min=1e-300)
     return ((matrices @ vector.unsqueeze(-1)).squeeze(-1) * vector).sum(-1), vector
-
-
-def _rank_one(value: Tensor, vector: Tensor) -> Tensor:
-    return value[..., None, None] * vector.unsqueeze(-1) * vector.unsqueeze(-2)
 
 
 class _Basis:
@@ -248,37 +258,31 @@ class _Basis:
 
     def append(self, vector: Tensor) -> Tensor:
         """Orthogonalises, normalises and appends; returns the length that was left."""
-        inside = torch.zeros_like(vector[:, 0], dtype=torch.float64)
-        if self.size:
-            vector, inside = self._without_projection(vector)
-        length = _length(vector)
-        if bool((length < inside / 2).any()):  # the difference has lost digits; twice is enough
-            vector, _ = self._without_projection(vector)
-            length = _length(vector)
+        vector, inside, length = self._without_projection(vector)
+        # The difference may have lost digits; twice is enough, and less work than to wait for the numbers.
+        if self.size and (waits(vector.device) or bool((length < inside / 2).any())):
+            vector, _, length = self._without_projection(vector)
         # What remains after cancellation below rounding is noise: the space is exhausted.
-        length = length.masked_fill(length <= 8 * torch.finfo(vector.dtype).eps * inside, 0.0)
-        unit = vector / torch.where(length > 0, length, torch.inf).to(vector.dtype).unsqueeze(-1)
+        noise = length <= 8 * torch.finfo(vector.dtype).eps * inside
         if self.is_kept and self.size == self._rows.shape[1]:
             room = min(2 * self.size, self._limit) - self.size
             self._rows = torch.cat([self._rows, self._rows.new_empty(len(vector), room, vector.shape[-1])], dim=1)
-        self._rows[:, self.size if self.is_kept else 0] = unit
         self.size += 1
-        return length
+        torch.div(vector, length.masked_fill(noise, torch.inf).to(vector.dtype).unsqueeze(-1), out=self.last)
+        return length.masked_fill(noise, 0.0)
 
-    def _without_projection(self, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """The vector less its projection on the basis, and the length of that projection."""
-        coefficients = self.rows @ vector.unsqueeze(-1)
-        return vector - (coefficients.mT @ self.rows).squeeze(-2), _length(coefficients.squeeze(-1))
-
-
-def _length(vector: Tensor) -> Tensor:
-    """Euclidean lengths, without overflow or underflow."""
-    length: Tensor = torch.linalg.vector_norm(vector, dim=-1, dtype=torch.float64)
-    # Squares of float32 numbers are float64 numbers; those of float64 numbers may leave the range.
-    if vector.dtype == torch.float64 and not bool(((length > 1e-140) & (length < 1e150)).all()):
-        scale = power_of_two(vector, (-1,))
-        length = torch.linalg.vector_norm(vector / scale, dim=-1) * scale.squeeze(-1)
-    return length
+    def _without_projection(self, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The vector less its projection on the basis, and the lengths of that projection and of what is left."""
+        if not self.size:
+            length: Tensor = torch.linalg.vector_norm(vector, dim=-1, dtype=torch.float64)
+            return vector, torch.zeros_like(length), length
+        column, basis = vector.unsqueeze(-1), self.rows
+        coefficients = basis @ column
+        vector = torch.baddbmm(column, basis.mT, coefficients, alpha=-1.0).squeeze(-1)
+        inside, length = (
+            torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64) for part in (coefficients.squeeze(-1), vector)
+        )
+        return vector, inside, length
 
 
 def _combine(basis: _Basis, coefficients: Tensor) -> Tensor:

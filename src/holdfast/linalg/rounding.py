@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from holdfast.device import waits
 from holdfast.errors import HoldfastError, InputError
 
 UNIT = 2.0**-53
@@ -62,7 +63,7 @@ def power_of_two(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 def frobenius_upper(x: Tensor, dims: tuple[int, ...] = (-2, -1)) -> Tensor:
     """A proved upper bound of the Frobenius norm of the float64 tensor `x` over `dims`."""
     terms = math.prod(x.shape[dim] for dim in dims)
-    if x.device.type == "cpu":  # a GPU would wait for the answer; here the scaled copy costs more
+    if not waits(x.device):  # here the scaled copy costs more than to ask
         plain = torch.linalg.vector_norm(x, dim=dims)
         if bool(((plain > 1e-140) & (plain < 1e140)).all()):  # no square overflows, and none that counts underflows
             return _grow(plain, terms)

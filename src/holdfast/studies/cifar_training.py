@@ -25,6 +25,7 @@ from holdfast.storage import read_metadata, read_tensors, write_tensors
 from holdfast.studies.ascent import ascended, unit
 from holdfast.studies.penalties import Penalty, charged
 from holdfast.studies.vit_training import RAMP, TEMPERATURE, watched
+from holdfast.train.gradients import Gradients, RecordedGradients
 
 CifarRecipe = Literal["plain", "pgd", "lipschitz", "jasmin", "spectral"]
 RADII = (36 / 255, 0.25, 0.5)  # of the attack on test images, l2 on pixels in [0, 1]
@@ -119,18 +120,23 @@ def train(setting: CifarTraining, data: Dataset, device: str = "cpu") -> VisionT
     batch = min(setting.batch, len(labels))
     order = torch.empty(0, dtype=torch.long, device=device)
     with charged(model, setting.recipe, setting.weight, setting.k) as penalty:
+
+        def loss(x: Tensor, y: Tensor, ramp: Tensor) -> Tensor:
+            if setting.recipe == "lipschitz":
+                return _lipschitz_loss(model, x, y, setting, ramp, draws)
+            return _loss(model, x, y, setting, penalty, draws)
+
+        # Random numbers that are drawn inside of the loss cannot be recorded.
+        recordable = images.is_cuda and setting.recipe != "lipschitz" and not setting.radius
+        gradients = RecordedGradients(loss, model.parameters()) if recordable else Gradients(loss)
         for done in range(setting.steps):
             if len(order) < batch:
                 order = torch.randperm(len(labels), generator=draws, device=device)
             chosen, order = order[:batch], order[batch:]
             x, y = _augmented(images[chosen], draws), labels[chosen]
-            ramp = min(1.0, (done + 1) / (RAMP * setting.steps))
-            if setting.recipe == "lipschitz":
-                loss = _lipschitz_loss(model, x, y, setting, ramp, draws)
-            else:
-                loss = _loss(model, x, y, setting, penalty, draws)
+            ramp = torch.full((), min(1.0, (done + 1) / (RAMP * setting.steps)), device=device)
             optimizer.zero_grad()
-            torch.autograd.backward(loss)
+            gradients(x, y, ramp)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
@@ -193,7 +199,7 @@ def _loss(
 
 
 def _lipschitz_loss(
-    model: VisionTransformer, x: Tensor, y: Tensor, setting: CifarTraining, ramp: float, draws: torch.Generator
+    model: VisionTransformer, x: Tensor, y: Tensor, setting: CifarTraining, ramp: Tensor, draws: torch.Generator
 ) -> Tensor:
     """Cross entropy at a temperature, and how far what a certificate expands moves along δ, divided by ‖δ‖²."""
     delta = (_DELTA * unit(_normal(x, draws))).requires_grad_()

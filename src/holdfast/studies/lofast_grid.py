@@ -1,7 +1,7 @@
 """Figures 2 and 5 of Havens et al. 2024: how many inputs their networks keep certified, by their bound and by ours.
 
-Every network of a grid is trained; the first inputs of its test split are certified by the paper's recursion and by
-another composition, and attacked.
+Every network of a grid is trained; of the first inputs of its test split those that it answers right are certified by
+the paper's recursion and by another composition, and attacked.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -36,9 +37,9 @@ from holdfast.version import __version__
 LOFAST = "lofast"
 
 _DIGITS = 6  # that are kept of a radius
-_STEPS = 200  # of a Lanczos iteration at most, which keeps its vectors
-_ATTACKED_AT_ONCE = {"cpu": 50, "cuda": 100}
-_MEMORY = {"cpu": GIB, "cuda": 8 * GIB}  # of one process, for the vectors of Lanczos
+_STEPS = 64  # of the Lanczos iteration of every head, about, which keeps its vectors
+_MEMORY = {"cpu": GIB, "cuda": 12 * GIB}  # of one process, for these vectors; attacks take less
+_ATTACK = "attack"  # what its seconds are called
 _TRAINING_SHARE, _REST = 0.7, 0.29  # of the time that a member takes, for the progress bar
 
 
@@ -50,7 +51,7 @@ class GridNetwork:
     Attributes:
         values: its place in the grid, such as {"depth": 3.0}.
         config: of its training, seed included.
-        inputs: how many are certified.
+        inputs: how many are looked at.
         methods: the compositions, and the guarantee of each.
         radii: at which it is attacked.
     """
@@ -80,7 +81,7 @@ class CertifiedNetwork:
         values: its place in the grid.
         seed: of the training.
         config: of the training.
-        inputs: how many were to be certified; fewer are in `right` where the test split is smaller.
+        inputs: how many were to be looked at; fewer are in `right` where the test split is smaller.
         methods: the compositions, and the guarantee of each.
         command: the command line.
         versions: of what computed it.
@@ -91,9 +92,9 @@ class CertifiedNetwork:
         content_off: the same with content scores replaced by their mean.
         total_variation: of the probabilities from their mean, by layer.
         score_norm: ‖W_QK‖ by layer.
-        right: for each certified input, the first of the test split: whether the answer is right.
-        radius: certified, by composition; rounded down.
-        attack: the length of the shortest perturbation found that changes the answer, rounded up; None if none was.
+        right: for each of the first inputs of the test split: whether the answer is right.
+        radius: certified, by composition; rounded down; 0 where the answer is wrong, which nobody certifies.
+        attack: the length of the shortest perturbation found that changes a right answer, rounded up; None if none was.
     """
 
     values: dict[str, float]
@@ -153,7 +154,7 @@ def members(
     only: str = "",
     epochs: int | None = None,
 ) -> list[GridNetwork]:
-    """The networks of a config's grid.
+    """The networks of a config's grid, those that take longest first.
 
     Args:
         config: the name whose grid it is, or a TOML file with one network.
@@ -179,7 +180,12 @@ def members(
             if epochs is not None:
                 training = replace(training, train=replace(training.train, epochs=epochs))
             chosen.append(GridNetwork(values, training, inputs, methods, radii))
-    return chosen
+    return sorted(chosen, key=_effort, reverse=True)
+
+
+def _effort(member: GridNetwork) -> int:
+    """Grows with the time that a member takes: with the longest first, processes end together."""
+    return member.config.model.depth * math.prod(member.config.model.grid)
 
 
 def _values(name: str) -> dict[str, float]:
@@ -262,27 +268,46 @@ class _Examined:
 
 
 def _examine(model: Transformer, data: Dataset, member: GridNetwork, device: str, tell: Tell) -> _Examined:
-    network, labels = model.to_network(member.label), data.labels
+    network, step = model.to_network(member.label), _at_once(member.config.model, device)
     x = model.encode(data.inputs.to(next(model.parameters()).device)).cpu()
-    radius: dict[str, list[float]] = {}
+    prediction = torch.cat([network(x[part].to(device)).argmax(1).cpu() for part in _parts(len(x), step)])
+    right = prediction == data.labels
+    x, prediction = x[right], prediction[right]
+
+    def certified(part: slice, method: str, guarantee: Guarantee) -> list[float]:
+        found = certify_inputs(network, x[part].to(device), method=method, guarantee=guarantee)
+        return [one.radius for one in found]
+
+    def attacked(part: slice) -> list[float]:
+        return _attack(network, x[part].to(device), prediction[part].to(device), member.radii).tolist()
+
+    works: dict[str, Callable[[slice], list[float]]] = {
+        method: partial(certified, method=method, guarantee=guarantee) for method, guarantee in member.methods.items()
+    }
+    found: dict[str, Tensor] = {}
     seconds: dict[str, float] = {}
-    parts = len(member.methods) + 1
-    step = _at_once(member.config.model, device)
-    for number, (method, guarantee) in enumerate(member.methods.items()):
-        began, certified = time.perf_counter(), []
-        for part in _parts(len(x), step):
-            certified += certify_inputs(network, x[part].to(device), method=method, guarantee=guarantee)
-            tell(_TRAINING_SHARE + _REST * (number + part.stop / len(x)) / parts)
-        radius[method] = [one.radius for one in certified]
-        seconds[method] = round(time.perf_counter() - began, 1)
-    prediction = torch.tensor([one.prediction for one in certified])
-    began = time.perf_counter()
-    chunks = []
-    for part in _parts(len(x), _ATTACKED_AT_ONCE[torch.device(device).type]):
-        chunks.append(_attack(network, x[part].to(device), prediction[part].to(device), member.radii).cpu())
-        tell(_TRAINING_SHARE + _REST * (parts - 1 + part.stop / len(x)) / parts)
-    seconds["attack"] = round(time.perf_counter() - began, 1)
-    return _Examined(prediction == labels, radius, torch.cat(chunks), seconds)
+    for number, (name, work) in enumerate({**works, _ATTACK: attacked}.items()):
+        began = time.perf_counter()
+        found[name] = torch.full((len(right),), math.inf if name == _ATTACK else 0.0, dtype=torch.float64)
+        found[name][right] = torch.tensor(_in_parts(work, len(x), step), dtype=torch.float64)
+        seconds[name] = round(time.perf_counter() - began, 1)
+        tell(_TRAINING_SHARE + _REST * (number + 1) / (len(works) + 1))
+    attack = found.pop(_ATTACK)
+    return _Examined(right, {name: radii.tolist() for name, radii in found.items()}, attack, seconds)
+
+
+def _in_parts(work: Callable[[slice], list[float]], total: int, step: int) -> list[float]:
+    """What the work gives for all inputs, in parts that are halved where a GPU has no memory for them."""
+    done: list[float] = []
+    while len(done) < total:
+        try:
+            done += work(slice(len(done), min(len(done) + step, total)))
+        except torch.OutOfMemoryError:
+            if step == 1:
+                raise
+            step //= 2
+            torch.cuda.empty_cache()
+    return done
 
 
 def _attack(network: Network, x: Tensor, prediction: Tensor, radii: Sequence[float]) -> Tensor:
@@ -303,7 +328,7 @@ def _attack(network: Network, x: Tensor, prediction: Tensor, radii: Sequence[flo
 
 
 def _at_once(model: ModelConfig, device: str) -> int:
-    """How many inputs are certified together: Lanczos keeps two bases for every head of an attention."""
+    """How many inputs are taken together: Lanczos keeps two bases for every head of an attention."""
     entries = 2 * model.heads * _STEPS * math.prod(model.grid) * model.width
     return max(1, _MEMORY[torch.device(device).type] // (8 * entries))
 

@@ -54,8 +54,9 @@ class SpectralPenalty:
         for i, w in enumerate(self._matrices):
             with torch.no_grad():
                 right = normalize(self._left[i] @ w, dim=0)
-                self._left[i] = normalize(w @ right, dim=0)
-            total = total + torch.dot(self._left[i], w @ right).square()
+                left = normalize(w @ right, dim=0)
+                self._left[i].copy_(left)
+            total = total + torch.dot(left, w @ right).square()
         return self._weight * total
 
     def reset(self) -> None:

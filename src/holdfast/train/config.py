@@ -57,7 +57,8 @@ class TrainConfig:
         schedule: how both rates fall after the warm-up.
         warmup: share of the training in which they rise.
         precision: of the products; weights stay float32.
-        compile: whether torch.compile runs the step, and in which mode.
+        compile: whether torch.compile runs the step, and in which mode; with "graph" nothing is compiled, and a single
+            GPU records the step once and replays it.
         start: a saved model of the same shape whose weights come first; empty for those of the seed.
         seed: of the first weights, the order of the inputs and their augmentation.
         evaluate_every: epochs between two measurements.
@@ -75,7 +76,7 @@ class TrainConfig:
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup: float = 0.05
     precision: Literal["float32", "bf16"] = "float32"
-    compile: Literal["no", "default", "reduce-overhead", "max-autotune"] = "no"
+    compile: Literal["no", "graph", "default", "reduce-overhead", "max-autotune"] = "no"
     start: str = ""
     seed: int = 0
     evaluate_every: int = 1

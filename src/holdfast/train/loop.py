@@ -25,6 +25,7 @@ from holdfast.storage import Pathlike, check_folder, make_folder, write_text
 from holdfast.train.augment import AUGMENTATIONS
 from holdfast.train.checkpoint import Checkpoint
 from holdfast.train.config import TrainConfig, TrainingConfig, read_training
+from holdfast.train.gradients import Gradients, RecordedGradients
 from holdfast.train.interrupts import held_interrupts
 from holdfast.train.objective import Measurement, TrainingObjective, measure, measure_content
 from holdfast.train.place import Accelerated, find_place
@@ -160,9 +161,13 @@ class _Training:
             self._model = _first_model(config).to(place.device)
         self._optimisers = _optimisers(self._model, self._c)
         objective = TrainingObjective(self._model, self._c.losses, bf16=self._c.precision == "bf16")
-        if self._c.compile != "no":
-            objective.compile(mode=self._c.compile)
-        self._objective = place.prepare(objective)
+        self._gradients_of: Gradients
+        if self._c.compile == "graph" and place.device.type == "cuda" and place.count == 1:
+            self._gradients_of = RecordedGradients(objective, objective.parameters())
+        else:
+            if self._c.compile not in ("no", "graph"):
+                objective.compile(mode=self._c.compile)
+            self._gradients_of = Gradients(place.prepare(objective))
         self._generator = torch.Generator(place.device)
         identity = {**config.to_dict(), "checksum": data.checksum, "holdfast": __version__}
         self._checkpoint = Checkpoint(folder / "checkpoint.safetensors", identity)
@@ -214,15 +219,13 @@ class _Training:
         self._generator.manual_seed(stream)
         for name in self._config.data.augment:
             inputs = AUGMENTATIONS[name](inputs, self._generator)
-        done = self._step / self._steps
-        loss: Tensor = self._objective(inputs, labels, torch.tensor(done, device=self._place.device))
         rate = self._c.rate((self._step + 1) / self._steps)
         for optimiser in self._optimisers.values():
             for group in optimiser.param_groups:
                 group["lr"] = rate * group["full_lr"]
             optimiser.zero_grad()
-        torch.autograd.backward(loss)
-        return loss.detach()
+        done = torch.full((), self._step / self._steps, device=self._place.device)
+        return self._gradients_of(inputs, labels, done)
 
     def _change(self, loss: Tensor) -> None:
         """Moves the weights along the gradients of a step: from here to its end the state is between two steps."""

@@ -62,7 +62,7 @@ class CrossEntropy(Loss):
         _check_temperature(self.temperature)
 
     def __call__(self, run: ForwardPass) -> Float[Tensor, ""]:
-        handicap = functional.one_hot(run.labels, run.logits.shape[1]) * self.margin
+        handicap = torch.zeros_like(run.logits).scatter(1, run.labels.unsqueeze(1), self.margin)
         return functional.cross_entropy((run.logits - handicap) / self.temperature, run.labels)
 
 
