@@ -23,6 +23,9 @@ def case() -> tuple[Network, Tensor]:
 
 def test_the_memory_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    held = {"memory_reserved": 0, "memory_allocated": 0}
+    for name in held:
+        monkeypatch.setattr(torch.cuda, name, lambda _, name=name: held[name])
     sizes = []
     for megabytes in (1, 50, 400, 16_000_000):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=megabytes * MIB: (free, free))
@@ -31,6 +34,9 @@ def test_the_memory_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes[0] == 1
     assert 2 <= sizes[1] < sizes[2] < 1024
     assert sizes[-1] == 1024
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 0))
+    held.update(memory_reserved=450 * MIB, memory_allocated=50 * MIB)  # what torch keeps for later is free
+    assert fitting(*case(), "gains", "cuda", 1) == sizes[2]
 
 
 def test_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from holdfast.compositions import compositions
 from holdfast.network.network import Network, Residual
 
-_MOST = 1024  # inputs at once on an accelerator; 200 of 64 tokens do not yet fill an H200, it seems
+_MOST = 1024  # inputs at once on an accelerator; an H200 is hardly faster with more
 _UNKNOWN = 8  # on a device that is not here
 _SHARE = 0.8  # of the free memory
 _COPIES = 8  # of the largest thing that a piece holds; 6.6 were seen on an H200
@@ -17,7 +17,7 @@ _BYTES = 8
 
 
 def fitting(network: Network, x: Float64[Tensor, "1 n d"], method: str, device: str, processes: int) -> int:
-    """A number of inputs for which there is memory on an accelerator, a power of two.
+    """A number of inputs for which there is memory on an accelerator, of three leading bits.
 
     A batch that does not fit is halved when it fails, so that this need not be exact.
 
@@ -31,8 +31,11 @@ def fitting(network: Network, x: Float64[Tensor, "1 n d"], method: str, device: 
     if not torch.cuda.is_available():
         return _UNKNOWN
     free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # kept by torch for later
     room = _SHARE * free / processes / (_COPIES * _BYTES * held_numbers(network, x, method))
-    return int(2 ** (max(1, min(_MOST, int(room))).bit_length() - 1))
+    most = max(1, min(_MOST, int(room)))
+    step = 1 << max(0, most.bit_length() - 3)
+    return most // step * step
 
 
 @torch.no_grad()

@@ -259,8 +259,9 @@ class _Basis:
     def append(self, vector: Tensor) -> Tensor:
         """Orthogonalises, normalises and appends; returns the length that was left."""
         vector, inside, length = self._without_projection(vector)
-        # The difference may have lost digits; twice is enough, and less work than to wait for the numbers.
-        if self.size and (waits(vector.device) or bool((length < inside / 2).any())):
+        # The difference may have lost digits; twice is enough, and less work than to wait for the numbers. What the
+        # recurrence leaves of a single vector is small anyway.
+        if self.size and self.is_kept and (waits(vector.device) or bool((length < inside / 2).any())):
             vector, _, length = self._without_projection(vector)
         # What remains after cancellation below rounding is noise: the space is exhausted.
         noise = length <= 8 * torch.finfo(vector.dtype).eps * inside
@@ -276,9 +277,13 @@ class _Basis:
         if not self.size:
             length: Tensor = torch.linalg.vector_norm(vector, dim=-1, dtype=torch.float64)
             return vector, torch.zeros_like(length), length
-        column, basis = vector.unsqueeze(-1), self.rows
-        coefficients = basis @ column
-        vector = torch.baddbmm(column, basis.mT, coefficients, alpha=-1.0).squeeze(-1)
+        if self.is_kept:
+            column, basis = vector.unsqueeze(-1), self.rows
+            coefficients = basis @ column
+            vector = torch.baddbmm(column, basis.mT, coefficients, alpha=-1.0).squeeze(-1)
+        else:
+            coefficients = torch.linalg.vecdot(self.last, vector)[:, None, None]
+            vector = torch.addcmul(vector, self.last, coefficients.squeeze(-1), value=-1.0)
         inside, length = (
             torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64) for part in (coefficients.squeeze(-1), vector)
         )
