@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,8 @@ from torch import Tensor
 from forms_cases import above_minorant, worst_excess
 from holdfast import AttentionLayer
 from holdfast.attacks.minimal import MinimalAttack
-from holdfast.compositions import certify_inputs
+from holdfast.compositions import certify_inputs, compositions
+from holdfast.compositions.base import Aim
 from holdfast.compositions.forms import Margins, jets, margins, margins_over_box, margins_over_parts, smooth, softmax
 from holdfast.compositions.forms.normalised import Normalised
 from holdfast.layers import (
@@ -37,6 +39,7 @@ from holdfast.layers.activation.functions import LeakyRelu, activations
 from holdfast.layers.beside import Part, beside
 from holdfast.layers.tokens.selection import Rearrangement
 from holdfast.network import Head, Network, Residual
+from holdfast.network.centre import Centre
 from holdfast.testing.draw import Dice
 from holdfast.testing.layers import turning
 
@@ -283,6 +286,21 @@ def _least_on_grid(network: Network, x: Tensor, half: Tensor) -> float:
     y = int(network(x).argmax())
     others = [j for j in range(CLASSES) if j != y]
     return float((logits[:, y : y + 1] - logits[:, others]).min())
+
+
+@pytest.mark.parametrize("at", [(), (0.01,)])
+def test_a_centre_is_free_as_soon_as_nobody_asks(at: tuple[float, ...]) -> None:
+    network, x = draw("pre-norm", 3)
+    centre = Centre(network, x, deadline=time.monotonic() + 100)
+    reached = compositions["forms"](centre, None, Aim(at=at))
+    assert bool((reached.radius > 0).all())
+    parts = [weakref.ref(part) for part in (centre, *centre.stages, *(s for t in centre.stages for s in t.sites))]
+    gc.disable()
+    try:
+        del centre
+        assert all(part() is None for part in parts)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("kind", ["pre-norm", "gated", "beside"])

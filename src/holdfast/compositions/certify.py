@@ -109,7 +109,7 @@ def certify_inputs(
         for prediction, margin, radius, name, lost in zip(*columns, strict=True)
     ]
     if x.numel() >= _MANY:
-        del centre  # its parts know each other, and Python looks for such cycles too seldom where tensors are large
+        del centre  # parts of some compositions know each other: cycles, which Python looks for too seldom
         gc.collect()
     return records
 

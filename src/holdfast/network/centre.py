@@ -118,8 +118,41 @@ class Stage:
 
 
 @final
+class _Clock:
+    """Tells whether a deadline is over, once what is always done has been: until then it is not."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline, self.begun = deadline, False
+
+    def overdue(self) -> bool:
+        return self.begun and time.monotonic() > self.deadline
+
+
+@final
+class _Slopes:
+    """The first-order radii of a network at some inputs."""
+
+    def __init__(self, network: Network, x: Float64[Tensor, "b n d"]) -> None:
+        self._network, self._x = network, x
+
+    @cached_property
+    def radius(self) -> Float64[Tensor, " b"]:
+        return self.under(L2)
+
+    def under(self, threat: Threat) -> Float64[Tensor, " b"]:
+        x = self._x.clone().requires_grad_()
+        with torch.enable_grad():
+            top = self._network(x).topk(min(3, len(self._network.head.bias)), -1).values
+            leads = top[:, :1] - top[:, 1:]
+            slopes = [torch.autograd.grad(lead.sum(), x, retain_graph=True)[0] for lead in leads.unbind(-1)]
+        radii = leads.detach() / torch.stack([threat.steepness(slope) for slope in slopes], -1)
+        least = radii.amin(-1)
+        return torch.where(torch.isfinite(least) & (least > 0), least, 1.0)
+
+
+@final
 class Centre:
-    """A network at a batch of inputs.
+    """A network at a batch of inputs. None of its parts knows it, so that it is gone as soon as nobody asks.
 
     Args:
         network: the classifier.
@@ -152,7 +185,7 @@ class Centre:
             raise InputError(f"inputs have shape {tuple(x.shape)} and dtype {x.dtype}; expected floats (b, n, d)")
         network.check_classes()
         self.network, self.x, self.guarantee, self._memory_limit = network, x.detach().double(), guarantee, memory_limit
-        self.deadline, self._arrived = deadline, False
+        self._clock, self._slopes = _Clock(deadline), _Slopes(network, self.x)
         self.a, self.like = self.arithmetic(), like
         with torch.no_grad():
             blind = not self.proved or self.x.shape[-2] * self.x.shape[-1] <= LARGE
@@ -160,7 +193,7 @@ class Centre:
                 self._walk_blindly()
             if self.proved and not (blind and bool((self._hidden <= _TRACE * self.margins).all())):
                 self._walk_by_gains()
-        self._arrived = True
+        self._clock.begun = True
 
     @property
     def proved(self) -> bool:
@@ -192,15 +225,15 @@ class Centre:
     @property
     def overdue(self) -> bool:
         """Whether the deadline is over, for all that comes after the prediction."""
-        return self._arrived and time.monotonic() > self.deadline
+        return self._clock.overdue()
+
+    @property
+    def deadline(self) -> float:
+        return self._clock.deadline
 
     def arithmetic(self) -> Arithmetic[Any]:
         """A fresh arithmetic: it keeps what one piece has computed, so no two pieces share one."""
-
-        def overdue() -> bool:
-            return self.overdue
-
-        asked = bool if self.deadline == math.inf else overdue
+        asked = bool if self.deadline == math.inf else self._clock.overdue
         return Proved(self._memory_limit, asked) if self.proved else Numerical(overdue=asked)
 
     def _walk_blindly(self) -> None:
@@ -241,7 +274,8 @@ class Centre:
         return out.mid, outward(astray + _length(out.rad))
 
     def _site(self, piece: Piece, u: Tensor, r: Tensor) -> Site:
-        return Site(piece, u, r, lambda: self.first_order_radius, self.arithmetic())
+        slopes = self._slopes
+        return Site(piece, u, r, lambda: slopes.radius, self.arithmetic())
 
     def _stage(self, sites: Sequence[Site], stage: Piece | Residual) -> Stage:
         return Stage(sites, isinstance(stage, Residual), self.arithmetic(), self._memory_limit)
@@ -278,21 +312,14 @@ class Centre:
         least = (self.margins / lengths(self.pairs).squeeze(-1)).amin(-1)
         return torch.where(torch.isfinite(least) & (least > 0), least, 1.0)
 
-    @cached_property
+    @property
     def first_order_radius(self) -> Float64[Tensor, " b"]:
         """An estimate, at which a search begins: where the lead over one of two other classes ends, to first order."""
-        return self.first_order(L2)
+        return self._slopes.radius
 
     def first_order(self, threat: Threat) -> Float64[Tensor, " b"]:
         """The same for perturbations of another kind."""
-        x = self.x.clone().requires_grad_()
-        with torch.enable_grad():
-            top = self.network(x).topk(min(3, len(self.network.head.bias)), -1).values
-            leads = top[:, :1] - top[:, 1:]
-            slopes = [torch.autograd.grad(lead.sum(), x, retain_graph=True)[0] for lead in leads.unbind(-1)]
-        radii = leads.detach() / torch.stack([threat.steepness(slope) for slope in slopes], -1)
-        least = radii.amin(-1)
-        return torch.where(torch.isfinite(least) & (least > 0), least, 1.0)
+        return self._slopes.under(threat)
 
 
 def _pieces(stage: Piece | Residual) -> tuple[Piece, ...]:

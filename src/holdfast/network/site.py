@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
 
@@ -19,6 +20,31 @@ from holdfast.linalg.rounding import frobenius_upper
 
 #: At more numbers than this the norm of a Jacobian costs too much, and `rows` moves attention without one.
 LARGE = 2048
+
+
+@final
+@dataclass(frozen=True)
+class _Around:
+    """Constants of a piece as functions of the radius around the exact input; apart from the site, which keeps them."""
+
+    piece: Piece
+    u: Float64[Tensor, "b n d"]
+    r: Float64[Tensor, " b"]
+    a: Arithmetic[Any]
+
+    def __call__(self, constant: Callable[[Arithmetic[Any], Tensor, Any], Any]) -> Callable[[Tensor], Tensor]:
+        def evaluate(rho: Tensor) -> Tensor:
+            radii = outward(rho + self.r.unsqueeze(-1)) if bool((self.r > 0).any()) else rho
+            return or_unbounded(self.a.number(constant(self.a, self.u, self.a.lift(radii))))
+
+        return evaluate
+
+    def reach(self, rho: Float64[Tensor, "b e"], method: str = "best") -> Float64[Tensor, "b e"]:
+        """‖f(u + δ) - f(u)‖ <= ‖f(u + δ) - f(ũ)‖ + ‖f(ũ) - f(u)‖."""
+        moved = self(self.piece.reach_by(method))
+        if not bool((self.r > 0).any()):
+            return moved(rho)
+        return outward(moved(rho) + moved(torch.zeros_like(rho[..., :1])))
 
 
 @final
@@ -45,6 +71,7 @@ class Site:
         a: Arithmetic[Any],
     ) -> None:
         self.piece, self.u, self.r, self._scale, self.a = piece, u, or_unbounded(r), scale, a
+        self._around = _Around(piece, u, self.r, a)
         self._patience = 0.25 if piece.costly else -1.0
         # Balls larger than their centre prove nothing as a rule, and cost much.
         free = isinstance(piece, LinearPiece) or not isinstance(piece, SmoothPiece)
@@ -56,7 +83,7 @@ class Site:
 
     @cached_property
     def _reach(self) -> Curve:
-        return Curve(self._grid, self._own_reach)
+        return Curve(self._grid, self._around.reach)
 
     @cached_property
     def _gain(self) -> Curve:
@@ -146,15 +173,6 @@ class Site:
         own = torch.minimum(self._reach(level), torch.where(level == BEYOND, torch.inf, onward))
         return outward(torch.minimum(torch.minimum(linear + bent, rho * gain), own))
 
-    def _around(self, constant: Callable[[Arithmetic[Any], Tensor, Any], Any]) -> Callable[[Tensor], Tensor]:
-        """The constant as a function of the radius around the exact input."""
-
-        def evaluate(rho: Tensor) -> Tensor:
-            radii = outward(rho + self.r.unsqueeze(-1)) if bool((self.r > 0).any()) else rho
-            return or_unbounded(self.a.number(constant(self.a, self.u, self.a.lift(radii))))
-
-        return evaluate
-
     def own_reach(self, rho: Float64[Tensor, "b e"], method: str = "best") -> Float64[Tensor, "b e"]:
         """The piece's own bound of ‖f(u + δ) - f(u)‖, at these very radii: for a few of them it costs less.
 
@@ -163,11 +181,4 @@ class Site:
             method: the bound by which attention moves.
         """
         known = rho <= self._limit.unsqueeze(-1)
-        return torch.where(known, self._own_reach(torch.where(known, rho, 0.0), method), torch.inf)
-
-    def _own_reach(self, rho: Float64[Tensor, "b e"], method: str = "best") -> Float64[Tensor, "b e"]:
-        """‖f(u + δ) - f(u)‖ <= ‖f(u + δ) - f(ũ)‖ + ‖f(ũ) - f(u)‖."""
-        moved = self._around(self.piece.reach_by(method))
-        if not bool((self.r > 0).any()):
-            return moved(rho)
-        return outward(moved(rho) + moved(torch.zeros_like(rho[..., :1])))
+        return torch.where(known, self._around.reach(torch.where(known, rho, 0.0), method), torch.inf)

@@ -70,7 +70,6 @@ class HeadRows:
         flat = self._L.reshape(-1, width)
         heads = torch.arange(h * count) if len(flat) <= _FINE else torch.arange(count).repeat(h)
         self._logits = Squares(flat, heads.repeat_interleave(n))
-        self._joint = self._share(flat)
 
     def at(self, chosen: Tensor) -> HeadRows:
         """The same for some of the rows."""
@@ -127,10 +126,11 @@ class HeadRows:
         every = torch.stack([self.centred_keys(i) for i in range(self._L.shape[1])], 1)
         return every.flatten(0, 3)
 
-    def _share(self, flat: Tensor) -> Squares | None:
+    @cached_property
+    def _joint(self) -> Squares | None:
         """Logits, queries and centred keys together, where they are few."""
         h, count, n, width = self._L.shape
-        k = self._Q.shape[2]
+        k, flat = self._Q.shape[2], self._L.reshape(-1, width)
         if (self._whole is not None and self._whole._joint is None) or len(flat) + h * count * (n + 1) * k > _JOINT:
             return None
         rows = torch.cat([flat, self._Q.reshape(-1, width), self._all_centred()])
@@ -309,7 +309,7 @@ class HeadRows:
         on_l, on_b = self._weights(one)
         spread = on_l * (1 + self._rest_l / self._logit.clamp(min=_SMALL))
         form = self._logits.most(spread.flatten(1), r, self._logit.flatten(), enough) + self._bent_numbers(on_b)
-        if self._joint is not None and len(large := worth(form, enough)):
+        if len(large := worth(form, enough)) and self._joint is not None:
             on_q, on_k, number = self._apart(on_b[large])
             weights = torch.cat([spread[large].flatten(1), on_q.flatten(1), on_k.flatten(1)], 1)
             suprema = torch.cat([x.flatten() for x in (self._logit, self._query, self._key)])

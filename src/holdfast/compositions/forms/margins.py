@@ -26,6 +26,8 @@ from holdfast.network.network import Network
 
 _TRIFLE = 0.002  # of a margin, that all places together may lose to what is not worth a matrix
 _SLIGHT = 0.005  # a rest of this share of a function's first order is not made smaller
+_LITTLE = 0.02  # of a margin: what a place takes of it is not made smaller, where rests are bounded roughly
+_GLANCES, _GLANCE = 16, 0.02  # scales that are glanced at, at most, and the precision at which that ends
 _BEGIN = 0.75  # the first scale that is tried, as a share of the first-order one
 _FAR, _BLIND = 4.0, 10  # a scale beyond which the search goes down by square roots, so often at most
 _SETTLED, _TRIALS, _PROOFS = 8, 8, 4  # scales for which rests are settled, tried for each, and proved at most
@@ -198,7 +200,12 @@ class Margins:
         if self._batches.expanded:
             orders = self._batches.at_end(radius, tiny)
             return _Settled(radius, tiny, tiny + self._batches.unsure(radius) + sum(orders), {}, orders)
-        return _Settled(radius, tiny, tiny + self._batches.ranges([self._batches.ends], radius)[0], {})
+        enough = None if self._sharp else torch.full_like(tiny, math.inf)
+        settled = _Settled(radius, tiny, tiny + self._batches.ranges([self._batches.ends], radius, enough)[0], {})
+        if self._sharp or bool((self._cheaply(scale, settled) > 0).all()):
+            return settled
+        enough = _LITTLE * self.walk.margins.clamp(min=0.0)
+        return _Settled(radius, tiny, tiny + self._batches.ranges([self._batches.ends], radius, enough)[0], {})
 
     def _moved(self, size: Size) -> Tensor:
         """Bounds of ‖δ‖ at all places, and at the features."""
@@ -311,12 +318,34 @@ class Margins:
             return 0.0
         if _BEGIN * most <= known:
             return known if self.at(known).least > 0 else 0.0
-        with self._roughly():  # tells where to begin
-            roughly = self._searched(_BEGIN * most, most, 0.0, max(precision, _GUESS), _ROUGH * known)
+        if self.region.p > _LARGE and self.region.sides is None:
+            roughly = self._glanced(most, _ROUGH * known)
+        else:
+            with self._roughly():  # tells where to begin
+                roughly = self._searched(_BEGIN * most, most, 0.0, max(precision, _GUESS), _ROUGH * known)
         if roughly * (1 + precision) >= most:
             return roughly
         begin = min(_BEGIN * most, _FARTHER * roughly) if roughly > 0 else _BEGIN * most
         return self._searched(max(begin, known), most, roughly, precision, known)
+
+    def _glanced(self, most: float, least: float) -> float:
+        """About the largest scale below `most` that a glance proves; not looked for below `least`."""
+        low, high, scale = 0.0, most, _BEGIN * most
+        for _ in range(_GLANCES):
+            try:
+                lower = self._glance(scale)
+            except TimeLimitError:
+                break
+            if lower.least > 0:
+                low, self._decided[scale] = scale, lower
+            else:
+                high = scale
+            if high <= low * (1 + _GLANCE) or high <= least:
+                break
+            ahead = self._bending(scale, lower) if lower.least > 0 or low == 0 else high
+            scale = ahead if low < ahead < high else math.sqrt(low * high)
+            scale = scale if scale > 0 else high / _FARTHER**4
+        return low
 
     def _searched(self, scale: float, most: float, proved: float, precision: float, known: float) -> float:
         """The largest scale that is proved, from one that is tried first; at least the one that is proved already."""
@@ -348,13 +377,15 @@ class Margins:
         return proved
 
     def _expected(self, scale: float) -> float:
-        """A bit beyond where margins that are proved at a scale may end, if they bend as they did up to there."""
-        if scale not in self._seen:
-            return math.inf
-        value, slope, proved = self.walk.margins, self._slopes, self._seen[scale].margins[self.walk.others]
+        """A bit beyond where margins that are proved at a scale may end."""
+        return _BEYOND * max(self._bending(scale, self._seen[scale]), scale) if scale in self._seen else math.inf
+
+    def _bending(self, scale: float, lower: Lower) -> float:
+        """Where margins end, if they bend as they did up to a scale; 0 where nothing is known of one there."""
+        value, slope, proved = self.walk.margins, self._slopes, lower.margins[self.walk.others]
         bend = ((value - slope * scale - proved) / scale / scale).clamp(min=0.0)
         ends = 2 * value / (slope + (slope.square() + 4 * bend * value).sqrt()).clamp(min=1e-250)
-        return _BEYOND * max(float(ends.min()), scale)
+        return float(ends.min())
 
     def _largest_settled(self, scale: float, known: float, precision: float) -> float:
         """The largest scale with positive margins, given the rests of one that is no smaller; at least `known`.

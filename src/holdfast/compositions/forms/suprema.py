@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from jaxtyping import Float64
 from torch import Tensor
@@ -36,16 +38,25 @@ class Squares:
     """
 
     def __init__(self, rows: Float64[Tensor, "R p"], blocks: Tensor, members: Tensor | None = None) -> None:
-        self.gram = rows @ rows.mT
-        lengths = torch.linalg.vector_norm(rows, dim=-1)
-        # Every entry is within its rounding; the square may then only be too large.
-        self._squares = (self.gram.abs() + THETA * lengths.unsqueeze(-1) * lengths).square()
-        if members is not None:
-            one = torch.zeros(len(blocks), len(rows), dtype=torch.float64)
-            one[members, torch.arange(len(rows))] = 1.0
-            self._squares = one @ self._squares @ one.mT
+        self._rows, self._members = rows, members
         self._blocks, self._count = blocks, int(blocks.max()) + 1 if len(blocks) else 0
-        self.lengths = lengths * (1 + 1e-12)
+        self._lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1)
+        self.lengths = self._lengths * (1 + 1e-12)
+
+    @cached_property
+    def gram(self) -> Tensor:
+        """(R, R) the inner products of all rows, which cost more than all else: only where somebody asks."""
+        return self._rows @ self._rows.mT
+
+    @cached_property
+    def _squares(self) -> Tensor:
+        """(K, K) of the norms of X_k X_lᵀ: every entry is within its rounding, and its square then only too large."""
+        squares = (self.gram.abs() + THETA * self._lengths.unsqueeze(-1) * self._lengths).square()
+        if self._members is None:
+            return squares
+        one = torch.zeros(len(self._blocks), len(self._rows), dtype=torch.float64)
+        one[self._members, torch.arange(len(self._rows))] = 1.0
+        return one @ squares @ one.mT
 
     def most(
         self,
