@@ -48,7 +48,9 @@ class PerturbedBound:
 class AblationParameters:
     """What `repro lofast-fig3` takes."""
 
-    sizes: tuple[float, ...] = option((0.0, 1.0, 2.0, 4.0, 8.0), "Frobenius norms of the perturbations.", grid=True)
+    sizes: tuple[float, ...] = option(
+        (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0), "Frobenius norms of the perturbations.", grid=True
+    )
     samples: int = option(10, "For each matrix and size.", least=1)
     ours: int = option(2, "Of the samples, how many by our bound, too.", least=1)
     eps: float = option(0.1, "Radius of the bound.")
