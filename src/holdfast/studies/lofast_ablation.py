@@ -150,6 +150,11 @@ def ablation_statements(rows: Sequence[PerturbedBound]) -> list[Statement]:
             claim = f"the bound is more sensitive to {name} than to W^Q and W^K"
             told = min(own) > weak or max(own) < weakest
             made.append(judged(claim, min(own) > weak, evidence) if told else Statement(claim, "undecided", evidence))
+    growth = {name: _growth(rows, name, "best") for name in _PLACES if name in samples}
+    grown = [growth[name] for name in ("W^V", "W^O") if name in growth]
+    still = [growth[name] for name in ("W^Q", "W^K", "X") if name in growth]
+    evidence = f"our bound grows with a movement of {size:g}: " + ", ".join(f"{g:.3g} ({n})" for n, g in growth.items())
+    made.append(judged("our bound grows with W^V and W^O alone (ours)", max(still) < 1.01 < min(grown), evidence))
     return made
 
 

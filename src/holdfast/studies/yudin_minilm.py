@@ -113,7 +113,7 @@ class YudinMinilmStudy(Study[YudinMinilmParameters]):
     name = "yudin-minilm"
     title = "JaSMin and a spectral penalty in MiniLM fine-tuned on SST-2: accuracy, local constants, attacks"
     paper = "yudin2025"
-    minutes = 12
+    minutes = 30
     memory = 2
     parameters = YudinMinilmParameters
     kinds: ClassVar = {"training": SentencePenalty}
