@@ -176,16 +176,19 @@ def draw_ablation(rows: Sequence[PerturbedBound]) -> Figure:
     figure = new_figure(6.8, 3.2)
     panels = figure.subplots(1, 2, sharey=True)
     for panel, key, title in zip(panels, ("theorem", "best"), ("Theorem 1", "ours, best"), strict=True):
-        for colour, name in zip(PALETTE, _PLACES, strict=False):
+        for colour, mark, name in zip(PALETTE, "os^vD", _PLACES, strict=False):
             own = sorted((row for row in rows if row.place == name), key=lambda row: row.size)
             values = [torch.tensor(getattr(row, key)) for row in own]
             mean = torch.stack([samples.mean() for samples in values])
             least, largest = (torch.stack([pick(samples) for samples in values]) for pick in (torch.amin, torch.amax))
             reach = torch.stack([mean - least, largest - mean]).clamp(min=0)
             sizes = [row.size for row in own]
-            panel.errorbar(sizes, mean, reach.numpy(), fmt=".-", capsize=2, color=colour, label=f"${name}$")
-        panel.set(title=title, xlabel="Frobenius norm of the perturbation", yscale="log")
+            panel.errorbar(
+                sizes, mean, reach.numpy(), fmt=f"{mark}-", capsize=2, markersize=3, color=colour, label=f"${name}$"
+            )
+        panel.set(title=title, xlabel="Frobenius norm of the perturbation")
         panel.grid(alpha=0.25)
-    panels[0].set_ylabel("bound at ε")
+    panels[0].set_ylabel("bound of the movement")
+    panels[0].set_ylim(bottom=0)
     panels[0].legend(frameon=False)
     return figure

@@ -179,4 +179,4 @@ def summary(networks: Sequence[CifarNetwork], attentions: Sequence[CifarAttentio
 _ACCURACIES = dict.fromkeys(("accuracy %", *(f"PGD, l2 {radius:.2g} %" for radius in RADII)), ".1f")
 _COLUMNS = {**_ACCURACIES, "attack radius": ".3f", **ATTENTION_COLUMNS}
 _ACCURACY_PANELS = {0: ("clean", "%"), 1: (f"PGD, l2 {RADII[0]:.2g}", "%")}
-_PANELS = {**_ACCURACY_PANELS, 4: ("attack", "l2 radius"), 5: ("layers", "‖DF(X)‖")}
+_PANELS = {**_ACCURACY_PANELS, 4: ("attack radius", "l2"), 5: ("local constant", "‖DF(X)‖")}

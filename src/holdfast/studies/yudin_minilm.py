@@ -223,6 +223,6 @@ _COLUMNS = {
 _PANELS = {
     0: ("accuracy", "%"),
     3: (f"PGD, l2 {RADII[1]:g}", "%"),
-    4: ("attack", "l2 radius"),
-    5: ("layers", "‖DF(X)‖"),
+    4: ("attack radius", "l2"),
+    5: ("local constant", "‖DF(X)‖"),
 }
