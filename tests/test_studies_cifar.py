@@ -16,7 +16,7 @@ from holdfast.cli.app import app
 from holdfast.data.dataset import Dataset
 from holdfast.errors import InputError, SoundnessError
 from holdfast.models import VisionTransformer
-from holdfast.studies import cifar_training, cifar_vit
+from holdfast.studies import cifar_training, cifar_vit, yudin_cifar
 from holdfast.studies.ascent import ascended
 from holdfast.studies.cifar_training import CifarNetwork, CifarRecipe, CifarTraining, load_network, save_network, train
 from holdfast.studies.cifar_vit import CifarImage, summed_up
@@ -136,3 +136,19 @@ def test_the_stored_networks_say_how_they_were_trained() -> None:
     files = sorted((RESULTS / "cifar-vits").glob("*.safetensors"))
     assert {load_network(path)[1].training.recipe for path in files} == {"plain", "pgd", "lipschitz"}
     assert cifar_training.RADII[0] == cifar_vit.RADIUS
+
+
+def test_a_network_is_trained_once_and_its_nearest_changes_change_its_answers(tmp_path: Path) -> None:
+    data = noise(6)
+    model, known = yudin_cifar.trained(TINY, data, data, tmp_path, "cpu")
+    assert known == yudin_cifar.trained(TINY, data, data, tmp_path, "cpu")[1]  # its seconds are those of the file
+    right = replace(data, labels=model(data.inputs).argmax(1))
+    found = yudin_cifar.examined(model, TINY, right, "cpu")
+    assert len(found.nearest) + found.not_found == len(right)
+    assert len(found.attention.lipschitz) == TINY.depth
+    assert all(1 - 1e-6 <= norm <= 5**0.5 for norm in found.attention.norm_p)  # 5 tokens
+    (alone,), (row,) = (yudin_cifar.summary([KNOWN], beside) for beside in ([], [found]))
+    assert alone["means"] == row["means"][:4] == [50.0, 40.0, 30.0, 20.0]
+    assert row["means"][5] == max(found.attention.lipschitz)
+    wrong = replace(right, labels=(right.labels + 1) % 10)
+    assert yudin_cifar.examined(model, TINY, wrong, "cpu").nearest == []

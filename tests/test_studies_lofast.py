@@ -231,7 +231,8 @@ def test_tables_and_figure_from_results_alone() -> None:
     assert cells["variation"] == "0.020"
     assert cells["mean radius, layerwise"] == "0.1000"
     assert lofast_grid_study.table(LofastFigure2(), results).row_count == 2
-    assert len(lofast_grid_study.draw_grid(LofastFigure2(), results).axes) == 2
+    drawn = lofast_grid_study.draw_grid(LofastFigure2(), results)
+    assert [len(panel.lines) for panel in drawn.axes] == [3, 3]  # a row for each depth and patch: three curves each
 
 
 def test_the_published_grids() -> None:

@@ -46,7 +46,7 @@ def _root(
         return
     rows = [
         {"name": s.name, "title": s.title, "paper": s.paper, "minutes": s.minutes, "memory": s.memory}
-        for s in studies.values()
+        for s in sorted(studies.values(), key=lambda study: study.name)
     ]
     if as_json:
         typer.echo(json.dumps({"command": "repro --list", "studies": rows}, indent=2))

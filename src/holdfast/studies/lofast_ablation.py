@@ -48,7 +48,9 @@ class PerturbedBound:
 class AblationParameters:
     """What `repro lofast-fig3` takes."""
 
-    sizes: tuple[float, ...] = option((0.0, 1.0, 2.0, 4.0, 8.0), "Frobenius norms of the perturbations.", grid=True)
+    sizes: tuple[float, ...] = option(
+        (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0), "Frobenius norms of the perturbations.", grid=True
+    )
     samples: int = option(10, "For each matrix and size.", least=1)
     ours: int = option(2, "Of the samples, how many by our bound, too.", least=1)
     eps: float = option(0.1, "Radius of the bound.")
@@ -148,6 +150,11 @@ def ablation_statements(rows: Sequence[PerturbedBound]) -> list[Statement]:
             claim = f"the bound is more sensitive to {name} than to W^Q and W^K"
             told = min(own) > weak or max(own) < weakest
             made.append(judged(claim, min(own) > weak, evidence) if told else Statement(claim, "undecided", evidence))
+    growth = {name: _growth(rows, name, "best") for name in _PLACES if name in samples}
+    grown = [growth[name] for name in ("W^V", "W^O") if name in growth]
+    still = [growth[name] for name in ("W^Q", "W^K", "X") if name in growth]
+    evidence = f"our bound grows with a movement of {size:g}: " + ", ".join(f"{g:.3g} ({n})" for n, g in growth.items())
+    made.append(judged("our bound grows with W^V and W^O alone (ours)", max(still) < 1.01 < min(grown), evidence))
     return made
 
 
@@ -169,16 +176,19 @@ def draw_ablation(rows: Sequence[PerturbedBound]) -> Figure:
     figure = new_figure(6.8, 3.2)
     panels = figure.subplots(1, 2, sharey=True)
     for panel, key, title in zip(panels, ("theorem", "best"), ("Theorem 1", "ours, best"), strict=True):
-        for colour, name in zip(PALETTE, _PLACES, strict=False):
+        for colour, mark, name in zip(PALETTE, "os^vD", _PLACES, strict=False):
             own = sorted((row for row in rows if row.place == name), key=lambda row: row.size)
             values = [torch.tensor(getattr(row, key)) for row in own]
             mean = torch.stack([samples.mean() for samples in values])
             least, largest = (torch.stack([pick(samples) for samples in values]) for pick in (torch.amin, torch.amax))
             reach = torch.stack([mean - least, largest - mean]).clamp(min=0)
             sizes = [row.size for row in own]
-            panel.errorbar(sizes, mean, reach.numpy(), fmt=".-", capsize=2, color=colour, label=f"${name}$")
-        panel.set(title=title, xlabel="Frobenius norm of the perturbation", yscale="log")
+            panel.errorbar(
+                sizes, mean, reach.numpy(), fmt=f"{mark}-", capsize=2, markersize=3, color=colour, label=f"${name}$"
+            )
+        panel.set(title=title, xlabel="Frobenius norm of the perturbation")
         panel.grid(alpha=0.25)
-    panels[0].set_ylabel("bound at ε")
+    panels[0].set_ylabel("bound of the movement")
+    panels[0].set_ylim(bottom=0)
     panels[0].legend(frameon=False)
     return figure

@@ -38,7 +38,7 @@ LOFAST = "lofast"
 
 _DIGITS = 6  # that are kept of a radius
 _STEPS = 64  # of the Lanczos iteration of every head, about, which keeps its vectors
-_MEMORY = {"cpu": GIB, "cuda": 12 * GIB}  # of one process, for these vectors; attacks take less
+_MEMORY = {"cpu": GIB, "cuda": 10 * GIB}  # of one process, for these vectors; attacks take less
 _ATTACK = "attack"  # what its seconds are called
 _TRAINING_SHARE, _REST = 0.7, 0.29  # of the time that a member takes, for the progress bar
 

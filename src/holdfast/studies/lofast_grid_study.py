@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, final
 
@@ -24,8 +25,6 @@ from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 from holdfast.train.config import agrees
 
-_PANEL = "attention_norm"  # one column of panels for each of its values
-_ROW = "patch"  # one row for each of its values, where the grid has it
 _SHORT = {"attention_norm": "norm"}
 _POINTS = 400  # of a curve
 
@@ -54,7 +53,7 @@ def table(study: GridStudy, results: Sequence[CertifiedNetwork]) -> Table:
     """The same for the screen, shorter."""
     first = results[0]
     made = Table(
-        title=study.title,
+        title=study.heading,
         caption=f"{len(first.right)} test inputs. At each radius: % certified by {LOFAST} / by {first.ours} / right "
         "after the attack. off: clean accuracy with content off; TV, QK: variation of P, ‖W_QK‖, largest over layers.",
         box=box.SIMPLE_HEAD,
@@ -91,23 +90,23 @@ def _shares(study: GridStudy, one: CertifiedNetwork, form: str, between: str) ->
 
 
 def draw_grid(study: GridStudy, results: Sequence[CertifiedNetwork]) -> Figure:
-    """Certified accuracy against radius: one panel for each norm of the weights, one colour for each network."""
-    columns = sorted({one.values[_PANEL] for one in results})
-    lines = sorted({one.values.get(_ROW, 0.0) for one in results})
-    figure = new_figure(2.4 * len(columns) + 0.6, 2.2 * len(lines) + 0.9)
-    panels = figure.subplots(len(lines), len(columns), sharex=True, sharey=True, squeeze=False)
-    kinds = sorted({_kind(one) for one in results})
-    colour = {kind: PALETTE[i % len(PALETTE)] for i, kind in enumerate(kinds)}
-    end = _end(study, results)
+    """Certified accuracy against radius: small multiples, with a colour for each of the networks that share a panel."""
+    columns, rows = (sorted({key(one) for one in results}) for key in (_column, _row))
+    figure = new_figure(2.0 * len(columns) + 0.6, (1.5 if len(rows) > 2 else 2.2) * len(rows) + 0.9)
+    panels = figure.subplots(len(rows), len(columns), sharex=True, sharey=True, squeeze=False)
+    colours = dict(zip(sorted({_kind(one) for one in results}), itertools.cycle(PALETTE), strict=False))
+    end, highest = _end(study, results), 105 * max(one.attacked(0.0) for one in results)
     for one in results:
-        row, column = lines.index(one.values.get(_ROW, 0.0)), columns.index(one.values[_PANEL])
-        _draw(panels[row, column], one, end, colour[_kind(one)])
+        panel = panels[rows.index(_row(one)), columns.index(_column(one))]
+        _draw(panel, one, end, colours[_kind(one)])
     for (i, j), panel in np.ndenumerate(panels):
-        title = f"norm of $W^V$, $W^O$: {columns[j]:g}" + (f", patches of {lines[i]:g}" if lines[i] else "")
-        panel.set(title=title, xlim=(0, end), ylim=(0, 100))
-        panel.set(xlabel="l2 radius" if i == len(lines) - 1 else "", ylabel="% of the inputs" if j == 0 else "")
+        panel.set(xlim=(0, end), ylim=(0, highest))
+        panel.set(title=f"norm of $W^V$, $W^O$: {columns[j]:g}" if i == 0 else "")
+        panel.set(
+            xlabel="l2 radius" if i == len(rows) - 1 else "", ylabel=f"{rows[i]}% of the inputs" if j == 0 else ""
+        )
         panel.grid(alpha=0.25)
-    handles = [Line2D([], [], color=colour[kind], label=f"{kind[0]:g} layers, {kind[1]:g} heads") for kind in kinds]
+    handles = [Line2D([], [], color=colour, label=kind) for kind, colour in colours.items()]
     ours = results[0].ours
     handles.append(Line2D([], [], color="black", linestyle="-", label=f"certified, {ours}"))
     handles.append(Line2D([], [], color="black", linestyle="--", label=f"certified, {LOFAST}"))
@@ -115,12 +114,25 @@ def draw_grid(study: GridStudy, results: Sequence[CertifiedNetwork]) -> Figure:
     figure.legend(
         handles=handles, loc="outside lower center", ncols=min(5, 2 * len(columns)), frameon=False, fontsize="small"
     )
-    figure.suptitle(study.title, wrap=True)
+    figure.suptitle(study.heading, wrap=True)
     return figure
 
 
-def _kind(one: CertifiedNetwork) -> tuple[float, float]:
-    return one.values["depth"], one.values["heads"]
+def _column(one: CertifiedNetwork) -> float:
+    return one.values["attention_norm"]
+
+
+def _row(one: CertifiedNetwork) -> str:
+    """Where a grid has patches of several sizes: those and the depth, for the label of the row."""
+    if "patch" not in one.values:
+        return ""
+    return f"{one.values['depth']:g} layers,\npatches of {one.values['patch']:g}\n"
+
+
+def _kind(one: CertifiedNetwork) -> str:
+    """What tells the networks of a panel apart."""
+    heads = f"{one.values['heads']:g} heads"
+    return heads if "patch" in one.values else f"{one.values['depth']:g} layers, {heads}"
 
 
 def _end(study: GridStudy, results: Sequence[CertifiedNetwork]) -> float:
@@ -136,10 +148,9 @@ def _draw(panel: Axes, one: CertifiedNetwork, end: float, colour: str) -> None:
         panel.plot(radii, [100 * share for share in shares], style, color=colour, linewidth=1.3)
 
 
-@final
 @dataclass(frozen=True)
 class GridParameters:
-    """What `repro lofast-fig2` and `lofast-fig5` take."""
+    """What `repro lofast-fig5` takes."""
 
     only: str = option("", "Part of the grid, such as depth=3,heads=4; keys may repeat.", grid=True)
     inputs: int = option(200, "How many test inputs to certify.", least=1)
@@ -151,16 +162,26 @@ class GridParameters:
     config: str = option("", "A TOML file with one network, in the place of the grid.", grid=True)
 
 
+@final
+@dataclass(frozen=True)
+class ImageGridParameters(GridParameters):
+    """What `repro lofast-fig2` takes."""
+
+    inputs: int = option(1000, "How many test inputs to certify.", least=1)
+
+
 class GridStudy(Study[GridParameters], ABC):
     """A grid of networks, trained, certified and attacked.
 
     Attributes:
+        heading: of the table and the figure.
         config: the name whose grid it trains.
         radii: of the table; at each of them there is an attack, too.
         unit: in which radii are written.
         tried: the file of the network that a try trains.
     """
 
+    heading: ClassVar[str]
     config: ClassVar[str]
     radii: ClassVar[tuple[float, ...]]
     unit: ClassVar[float]
@@ -177,7 +198,7 @@ class GridStudy(Study[GridParameters], ABC):
 
     @final
     def quick(self) -> GridParameters:
-        return GridParameters(inputs=2, config=str(Path(__file__).with_name(self.tried)))
+        return replace(self.parameters(), inputs=2, config=str(Path(__file__).with_name(self.tried)))
 
     @final
     def plan(self, parameters: GridParameters, place: Workplace) -> StudyPlan:
@@ -219,8 +240,11 @@ class LofastFigure2(GridStudy):
     """Certified accuracy of vision transformers on CIFAR-10."""
 
     name = "lofast-fig2"
-    title = "CIFAR-10, vision transformers of Havens et al. 2024, Figure 2"
-    minutes = 600
+    heading = "CIFAR-10, vision transformers of Havens et al. 2024, Figure 2"
+    title = f"{heading} (needs a GPU)"
+    minutes = 10
+    memory = 16
+    parameters = ImageGridParameters
     config = "lofast-vit"
     radii = tuple(k / 255 for k in (9, 18, 36))
     unit = 1 / 255
@@ -233,7 +257,7 @@ class LofastFigure5(GridStudy):
     """Certified accuracy of small BERTs on SST-2."""
 
     name = "lofast-fig5"
-    title = "SST-2, small BERTs of Havens et al. 2024, Figure 5"
+    heading = title = "SST-2, small BERTs of Havens et al. 2024, Figure 5"
     minutes = 90
     config = "lofast-bert"
     radii = (0.05, 0.1, 0.3)

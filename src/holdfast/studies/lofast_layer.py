@@ -359,6 +359,7 @@ def draw_steps(rows: Sequence[LayerCurves]) -> Figure:
     _line(third, rows, "delta_22", PALETTE[0], "(22), first form")
     _line(third, rows, "delta_22_naive", PALETTE[1], "(22), second form")
     _line(third, rows, "delta_22_attack", "black", "PGD", ":")
+    third.margins(y=0.3)  # room for the legend
     _whole(whole, rows)
     titles = {first: "Δ₁", second: "Δ₂,₁, by head", third: "Δ₂,₂, by head", whole: "all heads"}
     for panel, title in titles.items():

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, final
 
 import torch
 from matplotlib.figure import Figure
+from rich import box
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import normalize
@@ -113,9 +114,10 @@ def _cell(mean: float | None, std: float | None, form: str) -> str:
 
 def seeds_table(title: str, columns: Mapping[str, str], rows: Sequence[dict[str, Any]]) -> Table:
     """One row for each kind of training; `columns` are titles with the format of their numbers."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in ("training", "seeds", *columns):
-        table.add_column(column, justify="left" if column == "training" else "right")
+        first = column == "training"
+        table.add_column(column, justify="left" if first else "right", no_wrap=first)
     for row in rows:
         table.add_row(*_cells(row, list(columns.values())))
     return table

@@ -13,6 +13,7 @@ from typing import ClassVar, final
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from holdfast import api
@@ -371,6 +372,8 @@ def draw_jacobians(layers: Sequence[LayerJacobian]) -> Figure:
                 ratios = torch.stack([_excess([one], method) for one in known], -1)
                 draw_range(panel, at, ratios, ".-", color=colour, label=method)
         panel.set(title=source, yscale="log", xlabel="factor of the scores" if source == "random" else "layer")
+        if source != "random":
+            panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         if source == "random":
             panel.set_xscale("log")
         panel.grid(alpha=0.25)

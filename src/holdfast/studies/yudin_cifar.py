@@ -1,19 +1,60 @@
-"""`repro yudin-cifar10`: JaSMin and spectral penalties beside plain training, a small ViT on CIFAR-10, over seeds."""
+"""`repro yudin-cifar10`: JaSMin and spectral penalties beside plain training, a small ViT on CIFAR-10, over seeds.
+
+Each network is trained and attacked at some radii; then the smallest movements that change an answer are searched, and
+its attention is measured.
+"""
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, final
 
 import torch
+from torch import Tensor
 
 from holdfast import data as datasets
+from holdfast.attacks.minimal import MinimalAttack
 from holdfast.data.dataset import Dataset
-from holdfast.studies.cifar_training import RADII, CifarNetwork, CifarTraining, train_and_measure
+from holdfast.models.vit import VisionTransformer
+from holdfast.storage import make_folder
+from holdfast.studies.cifar_training import (
+    RADII,
+    CifarNetwork,
+    CifarTraining,
+    load_network,
+    save_network,
+    train_and_measure,
+)
 from holdfast.studies.penalties import draw_seeds, over_seeds, seeds_page, seeds_table, training_title, variants
 from holdfast.studies.processes import Tell
+from holdfast.studies.robustness import ATTENTION_COLUMNS, AttentionNorms, attention_norms, median_radius
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
+
+_SEARCHED = 100  # images, the first that are answered right, for which the nearest change is searched
+_PROBED = 8  # images at which the attention is measured, the first ones
+_NEAREST = MinimalAttack(restarts=1, targets=3, steps=20)
+
+
+@final
+@dataclass(frozen=True)
+class CifarAttention:
+    """What is measured of a network beside its accuracies.
+
+    Attributes:
+        training: the recipe.
+        nearest: of the first test images that are answered right, the smallest movement found that changes the answer.
+        not_found: for how many of them there is none.
+        attention: at the first test images.
+    """
+
+    training: CifarTraining
+    nearest: list[float]
+    not_found: int
+    attention: AttentionNorms
 
 
 @final
@@ -51,34 +92,67 @@ class YudinCifarStudy(Study[YudinCifarParameters]):
     """Penalties on CIFAR-10."""
 
     name = "yudin-cifar10"
-    title = "JaSMin and a spectral penalty on CIFAR-10: accuracy and PGD accuracy of a small ViT (needs a GPU)"
+    title = "JaSMin and a spectral penalty on CIFAR-10: accuracy, local constants, attacks of a small ViT (needs a GPU)"
     paper = "yudin2025"
     minutes = 40
     memory = 4
     parameters = YudinCifarParameters
-    kinds: ClassVar = {"training": CifarNetwork}
+    kinds: ClassVar = {"training": CifarNetwork, "attention": CifarAttention}
 
     def quick(self) -> YudinCifarParameters:
         return YudinCifarParameters((2,), (0.1,), (1e-3,), 1, 1, 1, noise=True)
 
     def plan(self, parameters: YudinCifarParameters, place: Workplace) -> StudyPlan:
-        asked = settings(parameters)
-        return StudyPlan([[StudyPart("training", f"{title(one)}, seed {one.seed}", one) for one in asked]])
+        named = {f"{title(one)}, seed {one.seed}": one for one in settings(parameters)}
+        trainings = [StudyPart("training", name, one) for name, one in named.items()]
+        return StudyPlan(
+            [trainings, [StudyPart("attention", f"attention, {name}", one) for name, one in named.items()]]
+        )
 
     def measure(
         self, parameters: YudinCifarParameters, part: StudyPart, place: Workplace, earlier: Records, tell: Tell
-    ) -> CifarNetwork:
+    ) -> CifarNetwork | CifarAttention:
         if parameters.noise:
             train = test = _noise()
         else:
             train, test = (datasets.load("cifar10", split, place.data_dir) for split in ("train", "test"))
-        return train_and_measure(part.work, train, test, place.device)[1]
+        model, known = trained(part.work, train, test, place.runs / self.name, place.device)
+        return known if part.kind == "training" else examined(model, part.work, test, place.device)
 
     def show(self, parameters: YudinCifarParameters, records: Records) -> StudyOutput:
-        rows = summary(records.of("training"))
-        table = seeds_table("small ViT on CIFAR-10: mean ± standard deviation over seeds", _COLUMNS, rows)
-        figures = {"": draw_seeds(_PANELS, rows)}
-        return StudyOutput({"radii": RADII, "trainings": rows}, [table], figures, seeds_page(_COLUMNS, rows))
+        attentions = records.of("attention")
+        rows = summary(records.of("training"), attentions)
+        columns, panels = (_COLUMNS, _PANELS) if attentions else (_ACCURACIES, _ACCURACY_PANELS)
+        table = seeds_table("small ViT on CIFAR-10: mean ± standard deviation over seeds", columns, rows)
+        content = {"radii": RADII, "columns": list(columns), "trainings": rows}
+        return StudyOutput(content, [table], {"": draw_seeds(panels, rows)}, seeds_page(columns, rows))
+
+
+def trained(
+    setting: CifarTraining, train: Dataset, test: Dataset, folder: Path, device: str
+) -> tuple[VisionTransformer, CifarNetwork]:
+    """The network of a setting, trained unless its file is in the folder."""
+    path = folder / f"{title(setting)}, steps {setting.steps}, seed {setting.seed}.safetensors".replace(", ", "-")
+    if not path.exists():
+        make_folder(folder)
+        save_network(path, *train_and_measure(setting, train, test, device))
+    return load_network(path)
+
+
+def examined(model: VisionTransformer, setting: CifarTraining, test: Dataset, device: str) -> CifarAttention:
+    """Searches the nearest changes of a network's answers, in float64, and measures its attention."""
+    attention = attention_norms(model, (test.inputs[i : i + 1] for i in range(min(_PROBED, len(test)))))
+    double = copy.deepcopy(model).double().to(device)
+    x, labels = test.inputs[: 10 * _SEARCHED].double().to(device), test.labels[: 10 * _SEARCHED].to(device)
+    kept = (double(x).argmax(1) == labels).nonzero().flatten()[:_SEARCHED]
+
+    def logits(flat: Tensor) -> Tensor:
+        out: Tensor = double(flat.reshape(-1, *x.shape[1:]))
+        return out
+
+    found = _NEAREST(logits, x[kept].flatten(-2), labels[kept]).radius.tolist() if len(kept) else []
+    reached = [radius for radius in found if math.isfinite(radius)]
+    return CifarAttention(setting, reached, len(found) - len(reached), attention)
 
 
 def _noise() -> Dataset:
@@ -87,13 +161,22 @@ def _noise() -> Dataset:
     return Dataset("noise", "all", images, torch.arange(8), torch.arange(8), "")
 
 
-def summary(networks: Sequence[CifarNetwork]) -> list[dict[str, Any]]:
-    """Mean and standard deviation over the seeds, in percent: clean accuracy, then PGD accuracy at every radius."""
+def summary(networks: Sequence[CifarNetwork], attentions: Sequence[CifarAttention]) -> list[dict[str, Any]]:
+    """Mean and standard deviation over the seeds of every column: accuracies, then what is beside them, if anything."""
+    measured = {one.training: one for one in attentions}
     groups: dict[str, list[list[float]]] = {}
     for one in networks:
-        groups.setdefault(title(one.training), []).append([100 * share for share in (one.accuracy, *one.attacked)])
+        row = [100 * share for share in (one.accuracy, *one.attacked)]
+        if one.training in measured:
+            beside = measured[one.training]
+            row += [median_radius(beside.nearest, beside.not_found), *beside.attention.columns]
+        elif measured:
+            row += [math.inf] * (len(_COLUMNS) - len(_ACCURACIES))
+        groups.setdefault(title(one.training), []).append(row)
     return over_seeds(groups)
 
 
-_COLUMNS = dict.fromkeys(("accuracy %", *(f"PGD, l2 {radius:.2g} %" for radius in RADII)), ".1f")
-_PANELS = {0: ("clean", "%")} | {i + 1: (f"PGD, l2 {RADII[i]:.2g}", "%") for i in range(2)}
+_ACCURACIES = dict.fromkeys(("accuracy %", *(f"PGD, l2 {radius:.2g} %" for radius in RADII)), ".1f")
+_COLUMNS = {**_ACCURACIES, "attack radius": ".3f", **ATTENTION_COLUMNS}
+_ACCURACY_PANELS = {0: ("clean", "%"), 1: (f"PGD, l2 {RADII[0]:.2g}", "%")}
+_PANELS = {**_ACCURACY_PANELS, 4: ("attack radius", "l2"), 5: ("local constant", "‖DF(X)‖")}

@@ -6,20 +6,15 @@ What moves are the embeddings of all words of a sentence, before positions are a
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, final, get_args
 
-import torch
 from torch import Tensor
 
-from holdfast import api
 from holdfast import data as datasets
 from holdfast.attacks.minimal import MinimalAttack
-from holdfast.attention.softmax import softmax_jacobian_norm
 from holdfast.errors import InputError
-from holdfast.graph.trace import iter_trace
 from holdfast.studies.ascent import ascended
 from holdfast.studies.minilm_training import RANDOM, FineTuned, FineTuning, fine_tune, tokens
 from holdfast.studies.penalties import (
@@ -32,6 +27,7 @@ from holdfast.studies.penalties import (
     variants,
 )
 from holdfast.studies.processes import Tell
+from holdfast.studies.robustness import ATTENTION_COLUMNS, AttentionNorms, attention_norms, median_radius
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 
 RADII = (0.1, 0.2)  # l2 over all words of a sentence; one embedding has a length of about 1
@@ -117,7 +113,7 @@ class YudinMinilmStudy(Study[YudinMinilmParameters]):
     name = "yudin-minilm"
     title = "JaSMin and a spectral penalty in MiniLM fine-tuned on SST-2: accuracy, local constants, attacks"
     paper = "yudin2025"
-    minutes = 12
+    minutes = 30
     memory = 2
     parameters = YudinMinilmParameters
     kinds: ClassVar = {"training": SentencePenalty}
@@ -155,7 +151,7 @@ def examine(tuned: FineTuned, dev: datasets.Dataset, parameters: YudinMinilmPara
     attacked = [_share(logits(ascended(logits, x, labels, radius, _PGD_STEPS)), labels) for radius in RADII]
     kept = right.nonzero().squeeze(1)[: parameters.nearest]
     radii = _nearest(tuned, {key: value[kept] for key, value in inputs.items()}, labels[kept]) if len(kept) else []
-    lipschitz, g_1, norm_p = _attention(tuned, texts[: parameters.probed])
+    probed = (tokens(tuned.tokenizer, [text]) for text in texts[: parameters.probed])
     return SentencePenalty(
         setting=tuned.setting,
         accuracy=tuned.accuracy,
@@ -164,9 +160,7 @@ def examine(tuned: FineTuned, dev: datasets.Dataset, parameters: YudinMinilmPara
         sentences=len(texts),
         nearest=[radius for radius in radii if math.isfinite(radius)],
         not_found=sum(not math.isfinite(radius) for radius in radii),
-        lipschitz=lipschitz,
-        g_1=g_1,
-        norm_p=norm_p,
+        **asdict(attention_norms(tuned.model, probed)),
         seconds=tuned.seconds,
     )
 
@@ -203,22 +197,6 @@ def _nearest(tuned: FineTuned, inputs: dict[str, Tensor], labels: Tensor) -> lis
     return radii
 
 
-def _attention(tuned: FineTuned, texts: Sequence[str]) -> tuple[list[float], list[float], list[float]]:
-    """Of each layer: the largest local constant; the largest g_1 and ‖P‖, as means over the sentences."""
-    rows = []
-    for text in texts:
-        inputs = tokens(tuned.tokenizer, [text])
-        row = []
-        for traced in iter_trace(tuned.model, inputs):
-            p = traced.layer.attention(traced.x)
-            constant = api.local_lipschitz(traced.layer, traced.x, tolerance=1e-3).value.max()
-            g_1, norm_p = softmax_jacobian_norm(p, "g1").max(), torch.linalg.matrix_norm(p, 2).max()
-            row.append(torch.stack([constant.double(), g_1.double(), norm_p.double()]))
-        rows.append(torch.stack(row))
-    values = torch.stack(rows)  # (sentences, layers, 3)
-    return values[..., 0].amax(0).tolist(), values[..., 1].mean(0).tolist(), values[..., 2].mean(0).tolist()
-
-
 def _share(logits: Tensor, labels: Tensor) -> float:
     return (logits.argmax(1) == labels).double().mean().item()
 
@@ -229,9 +207,9 @@ def summary(models: Sequence[SentencePenalty]) -> list[dict[str, Any]]:
     groups: dict[str, list[list[float]]] = {}
     for one in sorted(models, key=lambda one: (recipes.index(one.setting.recipe), one.setting.k, one.setting.weight)):
         shares = [100 * share for share in (one.accuracy, one.clean, *one.attacked)]
-        nearest = statistics.median([*one.nearest, *[math.inf] * one.not_found] or [math.inf])
-        attention = [max(one.lipschitz), statistics.fmean(one.g_1), statistics.fmean(one.norm_p)]
-        groups.setdefault(title(one.setting), []).append([*shares, nearest, *attention])
+        attention = AttentionNorms(one.lipschitz, one.g_1, one.norm_p).columns
+        radius = median_radius(one.nearest, one.not_found)
+        groups.setdefault(title(one.setting), []).append([*shares, radius, *attention])
     return over_seeds(groups)
 
 
@@ -240,13 +218,11 @@ _COLUMNS = {
     "short sentences %": ".1f",
     **{f"PGD, l2 {radius:g} %": ".1f" for radius in RADII},
     "attack radius": ".3f",
-    "largest local constant": ".1f",
-    "mean g_1": ".3f",
-    "mean ‖P‖": ".2f",
+    **ATTENTION_COLUMNS,
 }
 _PANELS = {
     0: ("accuracy", "%"),
     3: (f"PGD, l2 {RADII[1]:g}", "%"),
-    4: ("attack", "l2 radius"),
-    5: ("layers", "‖DF(X)‖"),
+    4: ("attack radius", "l2"),
+    5: ("local constant", "‖DF(X)‖"),
 }
