@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from holdfast.errors import ConversionError, InputError
 from holdfast.extras import available, require
-from holdfast.graph.onnx_operators import OPERATORS, Array, Call, Value
+from holdfast.graph.onnx_call import Array, Call, Value
+from holdfast.graph.onnx_operators import OPERATORS
 from holdfast.storage import Pathlike
 
 #: The operator sets that are read; before it, operators broadcast in ways of their own.
