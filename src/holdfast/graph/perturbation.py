@@ -16,7 +16,7 @@ from torch import Tensor
 
 from holdfast.errors import InputError
 from holdfast.graph.entrance import Kind
-from holdfast.graph.export import ModelInputs
+from holdfast.graph.program import ModelInputs
 from holdfast.layers.attention.piece import Attention
 from holdfast.layers.linear.piece import Affine
 from holdfast.layers.piece import Piece
