@@ -157,7 +157,7 @@ def test_smollm2(transformers: ModuleType) -> None:
 
 def test_models_that_are_not_there(bert: Path, tmp_path: Path, transformers: ModuleType) -> None:
     for name, message in {
-        "nobody/nothing": "is no folder, and not in the Hugging Face cache; give a folder, or allow the download",
+        "nobody/nothing": "is neither a folder nor in the Hugging Face cache; give a folder, or allow the download",
         str(tmp_path): "has no config.json; expected a Hugging Face model",
         str(tmp_path / "a.gguf"): "no file '.*a.gguf'",
     }.items():

@@ -250,7 +250,7 @@ def _load(onnx: Any, path: Pathlike) -> Any:
         return onnx.load(os.fspath(path))
     except FileNotFoundError:
         raise InputError(f"no file {os.fspath(path)!r}; expected an ONNX file") from None
-    except Exception as error:  # whatever protobuf and onnx raise on what is no such file
+    except Exception as error:  # whatever protobuf and onnx raise on another kind of file
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{os.fspath(path)!r} cannot be read as ONNX: {reason}") from None
 

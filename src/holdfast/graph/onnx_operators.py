@@ -328,7 +328,7 @@ def _batch_norm(call: Call) -> Tensor:
 @_operator("LayerNormalization", "RMSNormalization")
 def _layer_norm(call: Call) -> Tensor:
     if call.outputs > 1:
-        refuse("hands out its mean or deviation as well")
+        refuse("also returns its mean or deviation")
     x, eps = call.tensor(0), call.get("epsilon", 1e-5)
     shape = list(x.shape[int(call.get("axis", -1)) :])
     scale = call.tensor(1).expand(shape)

@@ -95,7 +95,7 @@ def one_line(model: str, download: bool) -> Iterator[None]:
         known = ["digits", *(path.stem for path in files.SHELF.glob("*.safetensors")), *_PACKAGES]
         near = difflib.get_close_matches(model, known, n=1)
         raise InputError(
-            f"{model!r} is no folder, and not in the Hugging Face cache; "
+            f"{model!r} is neither a folder nor in the Hugging Face cache; "
             + (f"did you mean {near[0]!r}? Otherwise " if near else "")
             + "give a folder, or allow the download (--download, download=True)"
         ) from error
