@@ -118,7 +118,15 @@ def table(measurements: dict[str, Any], record_bytes: int) -> list[Cost]:
 
 def markdown(costs: Sequence[Cost]) -> str:
     """The table of the documentation."""
-    head = ["network", "s an image", "GPU hours", f"hours on {GPUS} GPUs", "weights, MB", "file, MB", "with attack, GB"]
+    head = [
+        "network",
+        "s per image",
+        "GPU hours",
+        f"hours on {GPUS} GPUs",
+        "weights, MB",
+        "file, MB",
+        "with attack, GB",
+    ]
     lines = [" | ".join(head), "|".join("---" for _ in head)]
     lines += [
         f"{c.size} | {c.seconds_per_image:.2g} | {c.gpu_hours:.0f} | {c.hours_on_64:.1f} | {c.model_megabytes:.0f} | "

@@ -1,4 +1,4 @@
-"""What a slope in the loss costs: images a second of one training step of a CIFAR-10 model, forward to optimiser.
+"""What a slope in the loss costs: images per second of one training step of a CIFAR-10 model, forward to optimiser.
 
 On the CPU one thread, float32, and CPU time; on a GPU, if there is one, bf16 and torch.compile, and wall time. Every
 round takes some steps with each loss in turn, and the ratio to cross-entropy is taken within its round.
@@ -98,7 +98,7 @@ def measured(steps: dict[str, Steps], device: str, batch: int, rounds: int, coun
 
 
 def _summary(rounds: list[dict[str, float]], batch: int) -> dict[str, Any]:
-    """Median images a second, and how many times longer a step takes: median, least, largest over the rounds."""
+    """Median images per second, and how many times longer a step takes: median, least, largest over the rounds."""
     summary = {}
     for title in rounds[0]:
         ratios = [seconds[title] / seconds[PLAIN] for seconds in rounds]
@@ -112,7 +112,7 @@ def _summary(rounds: list[dict[str, float]], batch: int) -> dict[str, Any]:
 def _table(found: dict[str, Any]) -> Table:
     title = f"{found['model']} on {found['device']}, batch of {found['batch']}: medians (ranges)"
     table = Table("loss", title=title, title_justify="left")
-    table.add_column("images a second", justify="right")
+    table.add_column("images per second", justify="right")
     table.add_column("times longer", justify="right")
     for name, row in found["summary"].items():
         longer = "{:.2f} ({:.2f} to {:.2f})".format(*row["times_longer"])

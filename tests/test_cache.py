@@ -148,7 +148,7 @@ def test_bits_for_a_tolerance() -> None:
 
 def test_errors() -> None:
     case = CASES["masked"]
-    with pytest.raises(InputError, match="'int' is no quantiser"):
+    with pytest.raises(InputError, match="'int' is not a quantiser"):
         holdfast.cache_error(case.layer, case.x, keys="int")
     with pytest.raises(InputError, match=r"keys has shape \(2,\); expected bounds of every entry, \(2, 2, 5, 3\)"):
         holdfast.cache_error(case.layer, case.x, keys=torch.zeros(2))

@@ -168,7 +168,7 @@ def test_targets_decide_the_exit_status(call: Call, tmp_path: Path) -> None:
         ("certify linear --data data.safetensors --target 95@1", "the accuracy of a target is 95.0; expected a share"),
         ("certify linear --data data.safetensors --junit x.xml", "--junit was given without --target; expected both"),
         ("certify linear --data data.safetensors --beside no.jsonl", "'no.jsonl' cannot be read"),
-        ("merge data.safetensors --out x.jsonl", "data.safetensors: the first line is no header"),
+        ("merge data.safetensors --out x.jsonl", "data.safetensors: the first line is not a header"),
         ("verify no.jsonl", "'no.jsonl' cannot be read"),
     ],
 )

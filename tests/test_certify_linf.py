@@ -158,7 +158,7 @@ def test_a_run_stands_goes_on_and_is_joined(tmp_path: Path) -> None:
         (lambda header, row: row.update(through="ball"), "through 'ball' against None"),
         (lambda header, row: header["settings"].update(clip="-1.0,1.0"), "expected inputs within it"),
         (lambda header, row: row.pop("norm"), "a record in the norm l2 in another run"),
-        (lambda header, row: row.update(losses={"luck": float("1e999")}), "is no number|losses is"),
+        (lambda header, row: row.update(losses={"luck": float("1e999")}), "is not a number|losses is"),
     ],
 )
 def test_forged_files_fail(tmp_path: Path, change: Callable[..., object], line: str) -> None:

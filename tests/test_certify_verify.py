@@ -298,7 +298,7 @@ def test_a_run_without_an_attack_claims_none(path: Path) -> None:
         ({"clip": "0.0,1.0"}, "clip is .* with the norm l2"),
         ({"at": "nan"}, "at is nan; expected positive radii"),
         ({"seconds": "5"}, "the setting seconds is '5'; expected words such as '5.0'"),
-        ({"seed": 3}, "something is no text"),
+        ({"seed": 3}, "a setting is not text"),
     ],
 )
 def test_settings_that_were_edited_are_refused(path: Path, change: dict[str, Any], line: str) -> None:
@@ -355,8 +355,8 @@ def test_a_run_is_checked_against_its_own_model_and_data(path: Path) -> None:
 
 EDITED: dict[str, tuple[Callable[[str], str], str]] = {
     "empty": (lambda text: "", "there is no complete line"),
-    "else": (lambda text: "hello\n", "the first line is no header"),
-    "list": (lambda text: "[]\n", "the first line is no header"),
+    "else": (lambda text: "hello\n", "the first line is not a header"),
+    "list": (lambda text: "[]\n", "the first line is not a header"),
     "schema": (lambda text: '{"schema": "else"}\n', "the schema is 'else'"),
     "no header": (lambda text: text.split("\n", 1)[1], "the schema is None"),
     "header key": (lambda text: text.replace('"split"', '"spilt"', 1), "the header does not fit"),
@@ -364,8 +364,8 @@ EDITED: dict[str, tuple[Callable[[str], str], str]] = {
     "fingerprint": (lambda text: text.replace('"method":"best"', '"method":"lofast"', 1), "the fingerprint is not"),
     "inputs": (lambda text: text.replace('"indices":[1,3', '"indices":[3', 1), "the inputs are not those that"),
     "input twice": (lambda text: text.replace('"indices":[1,3', '"indices":[1,1', 1), "an index stands twice"),
-    "real input": (lambda text: text.replace('"indices":[1,', '"indices":[1.0,', 1), "no list of whole numbers"),
-    "true input": (lambda text: text.replace('"indices":[1,', '"indices":[true,', 1), "no list of whole numbers"),
+    "real input": (lambda text: text.replace('"indices":[1,', '"indices":[1.0,', 1), "not a list of whole numbers"),
+    "true input": (lambda text: text.replace('"indices":[1,', '"indices":[true,', 1), "not a list of whole numbers"),
     "radii": (lambda text: text.replace('"radii":[0.1]', '"radii":[-1]', 1), "radii is -1.0; expected a finite"),
     "key": (lambda text: text.replace('"margin"', '"marge"', 1), "line 2: no record"),
     "extra key": (lambda text: text.replace('"margin"', '"side":"upper","margin"', 1), "line 2: no record"),
@@ -409,7 +409,7 @@ def test_no_file_is_refused() -> None:
 def test_a_refused_file_is_left_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_bytes(b"what matters\nand has no end of line")
-    with pytest.raises(InputError, match="the first line is no header"):
+    with pytest.raises(InputError, match="the first line is not a header"):
         certify(linear_network(), labelled(2), 0.1, out=path)
     assert path.read_bytes() == b"what matters\nand has no end of line"
 
@@ -474,7 +474,7 @@ def test_shards_of_which_some_have_grown_are_joined(tmp_path: Path) -> None:
     [
         (lambda row: row.update(indices=[3]), "an index stands twice"),
         (lambda row: row.update(indices=row["indices"][1:]), "the inputs are not those that their checksum is of"),
-        (lambda row: row.update(indices=[]), "no list of whole numbers"),
+        (lambda row: row.update(indices=[]), "not a list of whole numbers"),
         (lambda row: row.update(limit=9), "has other keys"),
     ],
 )

@@ -101,7 +101,7 @@ def test_files_that_are_not_the_published_ones_are_refused(layout, request):
 def test_truncated_binary_file(binary):
     path = binary / "cifar-10-batches-bin" / "test_batch.bin"
     path.write_bytes(path.read_bytes()[:-7])
-    with pytest.raises(InputError, match="no whole number of images"):
+    with pytest.raises(InputError, match="not a whole number of images"):
         data.load("cifar10", "test", binary, verify=False)
 
 

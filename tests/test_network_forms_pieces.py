@@ -271,6 +271,7 @@ def test_parts_prove_what_the_whole_does_not() -> None:
     assert margins_over_box(network, low, high).least <= 0
     parts = margins_over_parts(network, low, high, 30.0)
     assert 0 < parts.least <= _least_on_grid(network, x, scale * half)
+    assert float(parts.margins.min()) == parts.least
     assert parts.parts >= 2
     assert margins_over_parts(network, x[0], x[0], 1.0).parts == 1
     hopeless = margins_over_parts(network, x[0] - 50 * half, x[0] + 50 * half, 2.0)

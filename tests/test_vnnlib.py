@@ -130,6 +130,15 @@ def test_general_linear_constraints_and_conjunctions_are_proved(tmp_path: Path) 
     assert decide(identity(2.3), specification, shape=(1, 2)).verdict == "sat"
 
 
+@pytest.mark.parametrize(("least", "verdict"), [(-1.0, "unsat"), (-0.4, "sat"), (0.4, "sat")])
+def test_numbers_of_a_constraint_count_with_their_sign(least: float, verdict: str, tmp_path: Path) -> None:
+    """Y_0 runs from -0.5 to 1.5. A proof does not rest on the search: where that finds nothing, nothing is proved."""
+    specification = read(tmp_path, DECLARED + UNIT + f"(assert (<= Y_0 {least}))")
+    assert decide(identity(0.5), specification, shape=(1, 2)).verdict == verdict
+    blind = decide(identity(0.5), specification, shape=(1, 2), search=lambda *_: ())  # type: ignore[arg-type]
+    assert blind.verdict == ("unsat" if verdict == "unsat" else "unknown")
+
+
 def test_an_empty_box_and_a_point_are_decided(tmp_path: Path) -> None:
     empty = "(assert (<= X_0 -2))(assert (<= Y_0 Y_1))"
     assert decide(identity(0.0), read(tmp_path, DECLARED + UNIT + empty), shape=(1, 2)).verdict == "unsat"

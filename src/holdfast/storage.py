@@ -136,7 +136,7 @@ def _standing(path: Path) -> Path:
     """The nearest folder above a path that is there; a file in its place is refused."""
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir():
-        raise _unwritable(path, f"{str(folder)!r} is no folder")
+        raise _unwritable(path, f"{str(folder)!r} is not a folder")
     return folder
 
 

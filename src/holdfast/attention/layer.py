@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from holdfast.attention import checks
 from holdfast.attention.head_norm import HeadNorm, Placed, with_column
-from holdfast.attention.rotary import Pairing, Rotary
+from holdfast.attention.named_tensors import WEIGHTS, named_options, read_arguments
+from holdfast.attention.rotary import Rotary
 from holdfast.errors import InputError
 from holdfast.linalg.rounding import Array, lift
 from holdfast.storage import Pathlike, read_tensors, write_tensors
 
-_NAMES = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o")
 _TERMS = ("rotary", "score_bias", "q_norm", "k_norm", "soft_cap", "sinks")
-_ARGUMENTS = (*_NAMES, "scale", "residual", "mask", "causal", *_TERMS)
+_ARGUMENTS = (*WEIGHTS, "scale", "residual", "mask", "causal", *_TERMS)
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class AttentionLayer:
             name: lift(t.repeat_interleave(repeats, 0) if name[2] in "kv" and repeats > 1 else t, like)
             for name, t in self._tensors().items()
         }
-        return Weights(**{name: tensors.get(name) for name in _NAMES})  # type: ignore[arg-type]
+        return Weights(**{name: tensors.get(name) for name in WEIGHTS})  # type: ignore[arg-type]
 
     def allowed(self, n: int) -> Bool[Tensor, "*b n n"] | None:
         """Which key each query may attend to, or None where every pair is allowed."""
@@ -335,26 +335,7 @@ class AttentionLayer:
 
     def save(self, path: Pathlike) -> None:
         """Writes the layer as safetensors, tensors named as the constructor's arguments."""
-        options = {
-            "scale": torch.tensor(self.scale, dtype=torch.float64),
-            "residual": torch.tensor(self.residual, dtype=torch.float64),
-            "causal": torch.tensor(self.causal),
-        }
-        if self.mask is not None:
-            options["mask"] = self.mask
-        if self.score_bias is not None:
-            options["score_bias"] = self.score_bias
-        if self.rotary is not None:
-            options |= {"rotary_cos": self.rotary.cos, "rotary_sin": self.rotary.sin}
-            options["rotary_interleaved"] = torch.tensor(self.rotary.pairing == "interleaved")
-        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
-            if norm is not None:
-                options |= {f"{name}_{key}": value for key, value in norm.tensors().items()}
-        if self.soft_cap is not None:
-            options["soft_cap"] = torch.tensor(self.soft_cap, dtype=torch.float64)
-        if self.sinks is not None:
-            options["sinks"] = self.sinks
-        write_tensors(path, self._tensors() | options)
+        write_tensors(path, self._tensors() | named_options(self))
 
     @classmethod
     def load(cls, path: Pathlike) -> AttentionLayer:
@@ -364,35 +345,10 @@ class AttentionLayer:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], source: str = "the tensors") -> AttentionLayer:
         """A layer from named tensors; `scale`, `residual` and `causal` are 0-dimensional ones."""
-        missing = [name for name in _NAMES[:4] if name not in tensors]
-        if missing:
-            raise InputError(
-                f"{source}: no tensor named {', '.join(missing)}; found {', '.join(sorted(tensors)) or 'nothing'}; "
-                "a layer needs w_q, w_k, w_v, w_o"
-            )
-        named: dict[str, Any] = {
-            name: tensors[name] for name in (*_NAMES, "mask", "score_bias", "sinks") if name in tensors
-        }
-        options: dict[str, Any] = {}
-        for name in ("scale", "residual", "causal", "rotary_interleaved", "soft_cap"):
-            if name in tensors:
-                if tensors[name].numel() != 1:
-                    raise InputError(f"{source}: {name} has shape {tuple(tensors[name].shape)}; expected one number")
-                options[name] = tensors[name].item()
-        interleaved = options.pop("rotary_interleaved", False)
-        if ("rotary_cos" in tensors) != ("rotary_sin" in tensors):
-            raise InputError(f"{source}: one of rotary_cos and rotary_sin is missing; rotary positions need both")
-        if "rotary_cos" in tensors:
-            pairing: Pairing = "interleaved" if interleaved else "half"
-            named["rotary"] = Rotary(tensors["rotary_cos"], tensors["rotary_sin"], pairing)
-        for name in ("q_norm", "k_norm"):
-            own = {key.removeprefix(f"{name}_"): t for key, t in tensors.items() if key.startswith(f"{name}_")}
-            if own:
-                named[name] = HeadNorm.from_tensors(own, f"{source}: {name}")
-        return cls(**named, **options)
+        return cls(**read_arguments(tensors, source))
 
     def _tensors(self) -> dict[str, Any]:
-        return {name: t for name in _NAMES if (t := getattr(self, name)) is not None}
+        return {name: t for name in WEIGHTS if (t := getattr(self, name)) is not None}
 
 
 def _cut(t: Tensor | None, own: int, batch: torch.Size, start: int, stop: int) -> Tensor | None:

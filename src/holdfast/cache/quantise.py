@@ -82,4 +82,6 @@ def quantiser(name: str, per: Per) -> Quantiser:
         return Quantiser(None, given)  # type: ignore[arg-type]
     if kind.startswith("int") and kind[3:].isdigit():
         return Quantiser(int(kind[3:]), given)  # type: ignore[arg-type]
-    raise InputError(f'{name!r} is no quantiser; expected "int8", "int4", "int2" or "fp8", with "/channel" or "/token"')
+    raise InputError(
+        f'{name!r} is not a quantiser; expected "int8", "int4", "int2" or "fp8", with "/channel" or "/token"'
+    )

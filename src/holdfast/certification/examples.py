@@ -24,7 +24,7 @@ from holdfast.storage import Pathlike
 #: One input: a tensor without a batch dimension, or keyword arguments of a batch of one, as a tokenizer returns them.
 Example = Tensor | Mapping[str, Tensor]
 
-_SMALLEST = 4  # pixels on a side: what has fewer is no picture
+_SMALLEST = 4  # pixels on a side: fewer do not make a picture
 
 
 @final

@@ -41,7 +41,7 @@ class Journal:
             raise InputError(f"{self.name!r} cannot be written: {error.strerror}{kept}") from None
 
     def cut(self, length: int) -> None:
-        """Keeps the beginning alone."""
+        """Keeps only the beginning."""
         os.ftruncate(self.descriptor, length)
 
 
@@ -93,4 +93,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number")
+    raise ValueError(f"{word} is not a number")

@@ -129,7 +129,7 @@ def _read_header(name: str, line: bytes) -> Header:
     try:
         fields = from_line(line)
     except ValueError:
-        raise InputError(f"{name}: the first line is no header; expected what certify writes") from None
+        raise InputError(f"{name}: the first line is not a header; expected what certify writes") from None
     schema, stated, inputs = (fields.pop(key, None) for key in ("schema", "fingerprint", "inputs"))
     if schema not in (SCHEMA, _FORMER):
         raise InputError(f"{name}: the schema is {schema!r}; expected {SCHEMA!r}, as certify writes it")
@@ -157,16 +157,16 @@ def _check_header(header: Header) -> None:
     texts = (header.model, header.data, header.split, header.command or "")
     settings = header.settings
     if not isinstance(settings, dict) or not all(isinstance(text, str) for text in (*texts, *settings.values())):
-        raise ValueError("something is no text")
+        raise ValueError("a setting is not text")
     if not isinstance(header.radii, list):
-        raise ValueError("the radii are no list")
+        raise ValueError("the radii are not a list")
     check_radii(header.radii, "radii")
     _check_indices(header.indices)
 
 
 def _check_indices(indices: Any) -> None:
     if not isinstance(indices, list) or not indices or any(type(index) is not int for index in indices):
-        raise ValueError("the indices are no list of whole numbers")
+        raise ValueError("the indices are not a list of whole numbers")
     if len(set(indices)) < len(indices):
         raise ValueError("an index stands twice")
 

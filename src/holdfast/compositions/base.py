@@ -61,7 +61,7 @@ class Aim:
 
     Attributes:
         threat: what may become of an input.
-        at: radii, the largest of which that is proved is asked for; none for the largest radius of all.
+        at: radii, of which the largest that can be proved is wanted; empty for the largest radius of all.
     """
 
     threat: Threat = L2

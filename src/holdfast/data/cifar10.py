@@ -45,7 +45,9 @@ def read(split: str, data_dir: Pathlike | None, verify: bool) -> Dataset:
 def _binary_rows(path: Path) -> NDArray[np.uint8]:
     content = np.fromfile(path, np.uint8)
     if content.size == 0 or content.size % (1 + PIXELS):
-        raise InputError(f"{path}: {content.size} bytes are no whole number of images of {1 + PIXELS}; fetch it again")
+        raise InputError(
+            f"{path}: {content.size} bytes are not a whole number of images of {1 + PIXELS}; fetch it again"
+        )
     return content.reshape(-1, 1 + PIXELS)
 
 

@@ -40,7 +40,7 @@ class Failure:
     """Why an item was not finished.
 
     Attributes:
-        kind: "refused" (Holdfast says no: the next item would fare no better), "memory", "lost" (its worker ended) or
+        kind: "refused" (by Holdfast, which would refuse the next item as well), "memory", "lost" (its worker ended) or
             "error".
         reason: one line.
         error: what to raise in the place of a refusal.

@@ -14,7 +14,7 @@ from holdfast.executors.base import Executor, Failure, Item, Task
 
 #: How often an item may lose its worker; workers end for reasons of their own, too.
 LOSSES = 3
-#: After so many failures and nothing done, the rest would fare no better.
+#: After so many failures with nothing done, the rest is not tried.
 HOPELESS = 10
 
 

@@ -254,7 +254,7 @@ def _turn(heads: _Heads) -> tuple[Tensor, Tensor, Pairing] | None:
             first = m < r // 2 if pairing == "half" else m % 2 == 0
             sign = torch.where(first, -1.0, 1.0).to(sin)
             return cos[..., :r].contiguous(), (sin[..., :r] * sign).contiguous(), pairing  # type: ignore[return-value]
-    refuse_attention("queries or keys mix channels by position in a way that is no rotary position")
+    refuse_attention("queries or keys mix channels by position in a way that is not a rotary position")
 
 
 def _weights(q: _Heads, k: _Heads, v: _Heads, scale: float, norms: list[Normed | None]) -> tuple[dict[str, Any], float]:

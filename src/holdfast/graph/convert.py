@@ -16,8 +16,9 @@ from holdfast.graph.declared import declared
 from holdfast.graph.entrance import Entrance, find_entrance, first_of
 from holdfast.graph.entries import Value
 from holdfast.graph.equality import Equality, check_as_it_runs, check_equal, float64_copy, float64_inputs
-from holdfast.graph.export import CPU, ModelInputs, Program, export
+from holdfast.graph.export import export
 from holdfast.graph.perturbation import Perturbation, perturbed
+from holdfast.graph.program import CPU, ModelInputs, Program
 from holdfast.graph.prune import pruned
 from holdfast.graph.reader import Reader
 from holdfast.graph.values import Moving, Point, Term

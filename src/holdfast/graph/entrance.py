@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float64
 from torch import Tensor, fx
 
 from holdfast.errors import ConversionError, InputError
-from holdfast.graph.export import ModelInputs, Program, arguments, operator_name
+from holdfast.graph.program import ModelInputs, Program, arguments, operator_name
 from holdfast.graph.values import FIXED, Moving, Point, Term
 
 Kind = Literal["pixels", "embeddings"]
@@ -49,7 +49,7 @@ class Entrance:
         return replace(self, frontier=dict(frontier))
 
     def admits(self, inputs: ModelInputs) -> bool:
-        """Whether the network serves these inputs: they differ from those that were read in what moves alone."""
+        """Whether the network serves these inputs: they differ from those that were read only in what moves."""
         if isinstance(inputs, Tensor) and self.node.op == "placeholder":
             return inputs.shape[1:] == self.first[self.node.name].shape[1:]
         try:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from holdfast.errors import ConversionError, HoldfastError, InputError
 from holdfast.graph.entrance import Entrance, each_of
-from holdfast.graph.export import CPU, ModelInputs, arguments, logits_of, placed, reason
+from holdfast.graph.export import logits_of, reason
 from holdfast.graph.onnx import OnnxModel
+from holdfast.graph.program import CPU, ModelInputs, arguments, placed
 from holdfast.network.network import Network
 
 #: How far logits may be apart, relative to the largest of them: far above rounding in float64, far below any mistake.

@@ -18,7 +18,7 @@ from holdfast.layers.tokens.selection import Scale
 
 
 class UnknownAttentionError(ConversionError):
-    """Some product of tensors that move is no attention that is known; the message says what is in the way."""
+    """A product of tensors that move is not a known kind of attention; the message says what is in the way."""
 
 
 @final

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from holdfast.errors import ConversionError, InputError
 from holdfast.extras import available, require
-from holdfast.graph.onnx_operators import OPERATORS, Array, Call, Value
+from holdfast.graph.onnx_call import Array, Call, Value
+from holdfast.graph.onnx_operators import OPERATORS
 from holdfast.storage import Pathlike
 
 #: The operator sets that are read; before it, operators broadcast in ways of their own.
@@ -249,7 +250,7 @@ def _load(onnx: Any, path: Pathlike) -> Any:
         return onnx.load(os.fspath(path))
     except FileNotFoundError:
         raise InputError(f"no file {os.fspath(path)!r}; expected an ONNX file") from None
-    except Exception as error:  # whatever protobuf and onnx raise on what is no such file
+    except Exception as error:  # whatever protobuf and onnx raise on another kind of file
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{os.fspath(path)!r} cannot be read as ONNX: {reason}") from None
 

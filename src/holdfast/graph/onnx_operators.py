@@ -3,86 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, final
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from holdfast.errors import ConversionError
-
-#: What depends on the values of an input is a tensor; what depends on weights and shapes alone is an array, and known.
-Array = npt.NDArray[Any]
-Value = Tensor | Array
+from holdfast.graph.onnx_call import Call, refuse
 
 #: Limits that stand for none: exporters write the largest float32 where a Clip has one side only.
 _UNLIMITED = 3.4e38
-
-
-@final
-@dataclass(frozen=True)
-class Call:
-    """One node with what it is given.
-
-    Attributes:
-        operator: its name.
-        opset: the version of the operators.
-        attributes: by their names.
-        outputs: how many results it has.
-        names: of its inputs; empty for one that is left out.
-        given: the inputs.
-        to_tensor: an array as a tensor, with the model's float type where it holds floats; by the name of a weight.
-    """
-
-    operator: str
-    opset: int
-    attributes: Mapping[str, Any]
-    outputs: int
-    names: Sequence[str]
-    given: Sequence[Value | None]
-    to_tensor: Callable[[str, Array], Tensor]
-
-    def has(self, place: int) -> bool:
-        return place < len(self.given) and self.given[place] is not None
-
-    def tensor(self, place: int) -> Tensor:
-        """An input as a tensor."""
-        value = self.given[place]
-        if value is None:
-            refuse(f"lacks its input {place}")
-        return value if isinstance(value, Tensor) else self.to_tensor(self.names[place], value)
-
-    def constant(self, array: Array) -> Tensor:
-        """A tensor that stands in no file."""
-        return self.to_tensor("", array)
-
-    def optional(self, place: int) -> Tensor | None:
-        return self.tensor(place) if self.has(place) else None
-
-    def numbers(self, place: int) -> list[Any]:
-        """The numbers of an input, which must not depend on the values of the model's input."""
-        value = self.given[place]
-        if not isinstance(value, np.ndarray):
-            refuse(f"has an input {place} that depends on the model's input; expected a constant")
-        return list(value.reshape(-1).tolist())
-
-    def get(self, name: str, default: Any) -> Any:
-        """An attribute."""
-        return self.attributes.get(name, default)
-
-    def option(self, name: str, place: int, default: Any) -> Any:
-        """Numbers that older operator sets have as an attribute, newer ones as an input."""
-        return self.numbers(place) if self.has(place) else self.get(name, default)
-
-
-def refuse(why: str) -> NoReturn:
-    """What stands in the way, in words that follow the node's name and operator."""
-    raise ConversionError(why)
-
 
 Operator = Callable[[Call], Any]
 
@@ -396,7 +328,7 @@ def _batch_norm(call: Call) -> Tensor:
 @_operator("LayerNormalization", "RMSNormalization")
 def _layer_norm(call: Call) -> Tensor:
     if call.outputs > 1:
-        refuse("hands out its mean or deviation as well")
+        refuse("also returns its mean or deviation")
     x, eps = call.tensor(0), call.get("epsilon", 1e-5)
     shape = list(x.shape[int(call.get("axis", -1)) :])
     scale = call.tensor(1).expand(shape)

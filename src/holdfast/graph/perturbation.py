@@ -16,7 +16,7 @@ from torch import Tensor
 
 from holdfast.errors import InputError
 from holdfast.graph.entrance import Kind
-from holdfast.graph.export import ModelInputs
+from holdfast.graph.program import ModelInputs
 from holdfast.layers.attention.piece import Attention
 from holdfast.layers.linear.piece import Affine
 from holdfast.layers.piece import Piece
@@ -206,7 +206,7 @@ def _rectangles(example: ModelInputs, patches: Any) -> Tensor:
 def _image(example: ModelInputs) -> Tensor:
     leaves = [t for t in torch.utils._pytree.tree_leaves(example) if isinstance(t, Tensor) and t.is_floating_point()]
     if len(leaves) != 1 or leaves[0].ndim not in (3, 4):
-        raise InputError("the input is no image (b, c, height, width); patches, brightness and colour need one")
+        raise InputError("the input is not an image (b, c, height, width); patches, brightness and colour need one")
     return leaves[0]
 
 

@@ -18,9 +18,10 @@ from torch import Tensor, fx, nn
 from holdfast.attention import AttentionLayer
 from holdfast.errors import ConversionError, HoldfastError, InputError, UnsupportedAttentionError
 from holdfast.graph.attend import Attended
-from holdfast.graph.export import Environment, ModelInputs, Program, Where, arguments, export, operator_name, placed
+from holdfast.graph.export import export
 from holdfast.graph.head_norms import UnknownAttentionError
 from holdfast.graph.operators import MOVING, OPERATORS
+from holdfast.graph.program import Environment, ModelInputs, Program, Where, arguments, operator_name, placed
 from holdfast.graph.reader import Reader
 from holdfast.graph.scores import Scores
 from holdfast.graph.values import Moving, Point

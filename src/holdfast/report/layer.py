@@ -31,7 +31,7 @@ def sensitivity_table(report: LayerReport, radii: Sequence[float]) -> Table:
         f"bounds proved and rounded up, attack rounded down{'' if count == 1 else f', mean over {count} inputs'}",
         caption=f"Local Lipschitz constant ‖DF(x)‖, proved: at most {slopes[-1]}"
         + ("" if count == 1 else f" (at most {slopes[0]} at the flattest of the {count} inputs)")
-        + f". {_FIRST_ORDER} is no bound: the first order alone. × is the ratio to the attack.",
+        + f". {_FIRST_ORDER} is not a bound: it is the first order alone. × is the ratio to the attack.",
     )
     table.add_column("eps")
     columns = [report.radii.index(radius) for radius in radii]

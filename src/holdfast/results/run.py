@@ -171,7 +171,7 @@ class CertificationRun(Shown):
         return figure
 
     def to_html(self, path: Pathlike, *beside: CertificationRun, targets: Sequence[Target] = ()) -> None:
-        """Writes the page, with other runs beside this one: one file that needs nothing else."""
+        """Writes the page, with other runs beside this one, as one self-contained file."""
         write_text(path, writer("certificate").render([self, *beside], targets))
 
     def to_junit(self, path: Pathlike, *targets: Target) -> None:

@@ -52,7 +52,7 @@ class SquaresTask(Task[Numbers]):
 
     def _trouble(self, number: int) -> None:
         if number in self.raising:
-            raise ValueError(f"{number} is no number")
+            raise ValueError(f"{number} is not a number")
         if number in self.starving:
             raise MemoryError(f"for {number}")
         if number in self.refused:
@@ -124,7 +124,7 @@ class ExecutorConformance(ABC):
         plan = self.run(SquaresTask(raising=(5,), starving=(17,), most=3))
         assert plan.values == {number: number**2 for number in range(40) if number not in (5, 17)}
         assert set(plan.failures) == {5, 17}
-        assert plan.failures[5].startswith("ValueError: 5 is no number (executors.py:")
+        assert plan.failures[5].startswith("ValueError: 5 is not a number (executors.py:")
         assert plan.failures[17] == "MemoryError: for 17"
         assert set(plan.again) <= {4, 16, 18}  # what stood beside a failure
         assert 1 <= max(plan.workers) <= 2
@@ -139,7 +139,7 @@ class ExecutorConformance(ABC):
 
     def test_what_fails_throughout_stops(self) -> None:
         plan = Squared(SquaresTask(raising=tuple(range(1000))), 1000, 1)
-        with pytest.raises(HoldfastError, match=r"nothing could be done: ValueError: \d is no number"):
+        with pytest.raises(HoldfastError, match=r"nothing could be done: ValueError: \d is not a number"):
             carry_out(plan, self.executor())
         assert len(plan.failures) < 20
 

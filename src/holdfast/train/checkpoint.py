@@ -54,7 +54,7 @@ class Checkpoint:
         """Puts everything back and returns the notes."""
         content = json.loads(read_metadata(self._path).get(_KEY, "{}"))
         if not content:
-            raise InputError(f"{self._path} is no checkpoint of a training; name another folder")
+            raise InputError(f"{self._path} is not the checkpoint of a training; name another folder")
         stored = content["identity"]
         for key in stored.keys() | self._identity.keys():
             if stored.get(key) != self._identity.get(key):

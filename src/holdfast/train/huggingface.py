@@ -7,7 +7,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from holdfast.extras import require
-from holdfast.graph.export import ModelInputs
+from holdfast.graph.program import ModelInputs
 from holdfast.storage import Pathlike
 from holdfast.train.monitor import Monitor
 from holdfast.train.penalty import JaSMin

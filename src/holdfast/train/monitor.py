@@ -17,7 +17,7 @@ from torch import nn
 
 from holdfast import api
 from holdfast.errors import InputError
-from holdfast.graph.export import ModelInputs
+from holdfast.graph.program import ModelInputs
 from holdfast.graph.trace import TracedLayer, Tracer
 from holdfast.linalg import MatrixOperator, estimate
 from holdfast.storage import Pathlike, check_output

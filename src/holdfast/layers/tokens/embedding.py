@@ -115,7 +115,7 @@ class AddPositions(LinearPiece):
 
 @final
 class Place(LinearPiece):
-    """G (…, k, d) to X (…, n, d) with G added to k chosen tokens: a network behind it is one of these tokens alone.
+    """G (…, k, d) to X (…, n, d) with G added to k chosen tokens: what comes after it is a function of these alone.
 
     Args:
         x: (…, n, d) X.
