@@ -128,6 +128,7 @@ def carry_out(name: str, folder: Path, data: Path | None = None, parameters: Any
             run.measure(part, quiet)
     shown = run.show(plan)
     assert all(path.stat().st_size > 0 for path in run.written(shown))
+    assert {".json", ".png", ".svg"} <= {path.suffix for path in run.written(shown)}
     assert run.pending(plan.parts) == []
     return run
 
