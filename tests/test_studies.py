@@ -142,6 +142,7 @@ def test_the_quick_try_of_every_study(name: str, tmp_path: Path, data: Path) -> 
     began = processor_seconds()
     run = carry_out(name, tmp_path, data)
     assert processor_seconds() - began < 60  # what --quick promises, whatever else the machine does
+    assert {".json", ".png", ".svg"} <= {path.suffix for path in run.out.iterdir()}
     content = json.loads(run.numbers.read_text())
     assert len(content["records"]) == len(run.plan().parts) > 0
     for statement in content.get("summary", {}).get("statements", ()):

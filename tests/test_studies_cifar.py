@@ -149,6 +149,8 @@ def test_a_network_is_trained_once_and_its_nearest_changes_change_its_answers(tm
     assert all(1 - 1e-6 <= norm <= 5**0.5 for norm in found.attention.norm_p)  # 5 tokens
     (alone,), (row,) = (yudin_cifar.summary([KNOWN], beside) for beside in ([], [found]))
     assert alone["means"] == row["means"][:4] == [50.0, 40.0, 30.0, 20.0]
-    assert row["means"][5] == max(found.attention.lipschitz)
+    assert row["means"][6] == max(found.attention.lipschitz)
+    exact = torch.func.jacrev(lambda x: model(x[None])[0])(data.inputs[0]).reshape(10, -1)
+    assert found.jacobian[0] == pytest.approx(float(torch.linalg.matrix_norm(exact, 2)), rel=1e-4)
     wrong = replace(right, labels=(right.labels + 1) % 10)
     assert yudin_cifar.examined(model, TINY, wrong, "cpu").nearest == []

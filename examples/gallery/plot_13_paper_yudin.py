@@ -1,7 +1,7 @@
 """The softmax paper at one layer
 ==============================
 
-Yudin et al. (2025) bound attention's Jacobian with g₁, a closed form for the norm of a softmax's Jacobian. What the
+Yudin et al. (2025) bound attention's Jacobian with g₁, a closed form above the norm of a softmax's Jacobian. What the
 bound costs at a random layer depends on how peaked its attention is; the bounds ``yudin-b2`` and ``yudin-b3`` keep
 more of the layer, and ``jacobian`` is the norm itself, proved.
 """

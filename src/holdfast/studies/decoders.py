@@ -24,6 +24,7 @@ from holdfast.graph import to_network
 from holdfast.graph.perturbation import Perturbation
 from holdfast.models.loading import load_decoder, load_tokenizer
 from holdfast.models.tiny_llama import known_words, load_tiny_llama, split_words, word_ids
+from holdfast.studies.beside_attack import draw_beside_attack
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 
@@ -170,9 +171,10 @@ class Decoders(Study[DecodersParameters]):
 
     def show(self, parameters: DecodersParameters, records: Records) -> StudyOutput:
         words: list[NextWord] = records.of("next word")
-        tables, page = [], []
+        tables, page, radii = [], [], {}
         for model in dict.fromkeys(record.model for record in words):
             rows = [_row(record) for record in words if record.model == model]
+            radii[model] = [(record.radius, record.attack) for record in words if record.model == model]
             table = Table(title=f"{model}: l2 radii of the next word", title_justify="left")
             for name in _COLUMNS:
                 table.add_column(name)
@@ -180,7 +182,7 @@ class Decoders(Study[DecodersParameters]):
                 table.add_row(*row)
             tables.append(table)
             page += [f"**{model}**", "", _line(_COLUMNS), "|" + "---|" * len(_COLUMNS), *map(_line, rows), ""]
-        return StudyOutput(tables=tables, page="\n".join(page))
+        return StudyOutput(tables=tables, figures={"": draw_beside_attack(radii)}, page="\n".join(page))
 
 
 _COLUMNS = (

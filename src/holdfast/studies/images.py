@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from holdfast.attacks.auto_pgd import AutoPgd
@@ -26,6 +27,7 @@ from holdfast.models import load as load_model
 from holdfast.models.files import shelf_file, stored_config
 from holdfast.network.network import Network
 from holdfast.report.numbers import down
+from holdfast.report.style import PALETTE, draw_range, new_figure
 from holdfast.results import CertificationRun
 from holdfast.storage import make_folder, read_metadata
 from holdfast.studies.processes import Tell
@@ -209,6 +211,24 @@ def markdown(results: Sequence[ImageModel]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{note}\n"
 
 
+def draw_accuracies(results: Sequence[ImageModel]) -> Figure:
+    """Certified accuracy over the radius, mean and range over seeds, and accuracy under attack at the radii tried."""
+    figure = new_figure(5.5, 3.4)
+    panel = figure.subplots()
+    radii = [0.005 * step for step in range(1, 101)]  # at 0 the wrong answers would count, too
+    for colour, name in zip(PALETTE, dict.fromkeys(one.name for one in results), strict=False):
+        seeds = [one for one in results if one.name == name]
+        certified = [[100 * one.certified(radius) for radius in radii] for one in seeds]
+        draw_range(panel, radii, certified, color=colour, label=f"{name}, certified")
+        attacked = [[100 * one.attacked(radius) for radius in RADII] for one in seeds if one.attack]
+        if attacked:
+            draw_range(panel, RADII, attacked, "o:", color=colour, label=f"{name}, attacked")
+    panel.set(xlabel="l2 radius", ylabel="% of the images", xlim=(0, radii[-1]), ylim=(0, None))
+    panel.grid(alpha=0.25)
+    panel.legend(frameon=False)
+    return figure
+
+
 def _notes(model: str) -> dict[str, str]:
     file = shelf_file(model) or model
     stored_config(file)  # refuses other files
@@ -256,7 +276,7 @@ class ImagesStudy(Study[ImagesParameters]):
 
     def show(self, parameters: ImagesParameters, records: Records) -> StudyOutput:
         models = sorted(records.of("model"), key=lambda one: (one.name, one.seed))
-        return StudyOutput(page=markdown(models))
+        return StudyOutput(figures={"": draw_accuracies(models)}, page=markdown(models))
 
 
 def _key(model: str) -> str:

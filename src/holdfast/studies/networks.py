@@ -31,6 +31,7 @@ from holdfast.layers.tokens.pooling import TokenMean
 from holdfast.network.centre import Centre
 from holdfast.network.network import Head, Network
 from holdfast.results import Guarantee
+from holdfast.studies.beside_attack import draw_beside_attack
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 
@@ -176,4 +177,10 @@ class RandomNetworks(Study[NetworksParameters]):
         return measure(part.work, parameters.inputs, parameters.guarantee)
 
     def show(self, parameters: NetworksParameters, records: Records) -> StudyOutput:
-        return StudyOutput(tables=[table(records.of("network"))])
+        networks = records.of("network")
+        methods = dict.fromkeys(method for one in networks for method in one.radii)
+        radii = {
+            method: [pair for one in networks for pair in zip(one.radii.get(method, ()), one.attack, strict=False)]
+            for method in methods
+        }
+        return StudyOutput(tables=[table(networks)], figures={"": draw_beside_attack(radii)})

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from holdfast import api
 from holdfast.attention.softmax import softmax_jacobian_norm
@@ -38,7 +38,7 @@ class AttentionNorms:
 
 
 #: Titles of `AttentionNorms.columns`, with the format of their numbers.
-ATTENTION_COLUMNS = {"largest local constant": ".1f", "mean g_1": ".3f", "mean ‖P‖": ".2f"}
+ATTENTION_COLUMNS = {"largest constant of a layer": ".1f", "mean g_1": ".3f", "mean ‖P‖": ".2f"}
 
 
 def attention_norms(model: nn.Module, inputs: Iterable[Any]) -> AttentionNorms:
@@ -59,4 +59,18 @@ def attention_norms(model: nn.Module, inputs: Iterable[Any]) -> AttentionNorms:
 
 def median_radius(found: Sequence[float], not_found: int) -> float:
     """Of the smallest changes of an answer; infinite where none was found for half of the inputs."""
-    return statistics.median([*found, *[math.inf] * not_found] or [math.inf])
+    return middle([*found, *[math.inf] * not_found])
+
+
+def middle(values: Sequence[float]) -> float:
+    """The median; infinite where there is nothing."""
+    return statistics.median(values or [math.inf])
+
+
+def network_constants(logits: Callable[[Tensor], Tensor], x: Tensor) -> list[float]:
+    """The local constant of a whole network at each of a batch of inputs: the norm of the Jacobian of all logits."""
+    at = x.detach().requires_grad_()
+    totals = logits(at).sum(0)
+    rows = [torch.autograd.grad(total, at, retain_graph=True)[0].flatten(1) for total in totals]
+    norms: list[float] = torch.linalg.matrix_norm(torch.stack(rows, 1), 2).tolist()
+    return norms

@@ -28,6 +28,7 @@ from holdfast.graph import to_network
 from holdfast.models.digits import DigitsViT
 from holdfast.network.network import Network
 from holdfast.storage import make_folder, read_metadata, read_tensors, write_tensors
+from holdfast.studies.beside_attack import draw_beside_attack
 from holdfast.studies.jasmin import load_digits
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
@@ -289,4 +290,10 @@ class VitStudy(Study[VitParameters]):
             for model in models
             if (own := [digit for digit in digits if digit.setting == model.setting])
         }
-        return StudyOutput({"median": summary}, [table(models, digits)])
+        radii = {
+            f"{model.setting.layers} layers, {method}": [(one.radii[method], one.attack) for one in own]
+            for model in models
+            if (own := [digit for digit in digits if digit.setting == model.setting])
+            for method in own[0].radii
+        }
+        return StudyOutput({"median": summary}, [table(models, digits)], {"": draw_beside_attack(radii)})

@@ -32,6 +32,7 @@ from holdfast.models import load as load_model
 from holdfast.network.centre import Centre
 from holdfast.network.network import Network
 from holdfast.storage import write_text
+from holdfast.studies.beside_attack import draw_beside_attack
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 from holdfast.studies.trained import train_once, training_record
@@ -393,4 +394,8 @@ class WordsStudy(Study[WordsParameters]):
             f"seed {one.model.seed}": {"one word": asdict(one.one_word), "all words": asdict(one.all_words)}
             for one in results
         }
-        return StudyOutput({"mean": means}, [table(results)], page=markdown(results))
+        radii = {
+            "one word": [(word.radius, word.attack) for one in sentences for word in one.words],
+            "all words": [(one.together.radius, one.together.attack) for one in sentences],
+        }
+        return StudyOutput({"mean": means}, [table(results)], {"": draw_beside_attack(radii)}, markdown(results))

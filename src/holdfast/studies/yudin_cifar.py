@@ -31,7 +31,14 @@ from holdfast.studies.cifar_training import (
 )
 from holdfast.studies.penalties import draw_seeds, over_seeds, seeds_page, seeds_table, training_title, variants
 from holdfast.studies.processes import Tell
-from holdfast.studies.robustness import ATTENTION_COLUMNS, AttentionNorms, attention_norms, median_radius
+from holdfast.studies.robustness import (
+    ATTENTION_COLUMNS,
+    AttentionNorms,
+    attention_norms,
+    median_radius,
+    middle,
+    network_constants,
+)
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 
 _SEARCHED = 100  # images, the first that are answered right, for which the nearest change is searched
@@ -48,12 +55,14 @@ class CifarAttention:
         training: the recipe.
         nearest: of the first test images that are answered right, the smallest movement found that changes the answer.
         not_found: for how many of them there is none.
+        jacobian: the norms of the network's Jacobian at these images.
         attention: at the first test images.
     """
 
     training: CifarTraining
     nearest: list[float]
     not_found: int
+    jacobian: list[float]
     attention: AttentionNorms
 
 
@@ -152,7 +161,8 @@ def examined(model: VisionTransformer, setting: CifarTraining, test: Dataset, de
 
     found = _NEAREST(logits, x[kept].flatten(-2), labels[kept]).radius.tolist() if len(kept) else []
     reached = [radius for radius in found if math.isfinite(radius)]
-    return CifarAttention(setting, reached, len(found) - len(reached), attention)
+    jacobian = network_constants(double, x[kept]) if len(kept) else []
+    return CifarAttention(setting, reached, len(found) - len(reached), jacobian, attention)
 
 
 def _noise() -> Dataset:
@@ -169,7 +179,8 @@ def summary(networks: Sequence[CifarNetwork], attentions: Sequence[CifarAttentio
         row = [100 * share for share in (one.accuracy, *one.attacked)]
         if one.training in measured:
             beside = measured[one.training]
-            row += [median_radius(beside.nearest, beside.not_found), *beside.attention.columns]
+            radius = median_radius(beside.nearest, beside.not_found)
+            row += [radius, middle(beside.jacobian), *beside.attention.columns]
         elif measured:
             row += [math.inf] * (len(_COLUMNS) - len(_ACCURACIES))
         groups.setdefault(title(one.training), []).append(row)
@@ -177,6 +188,6 @@ def summary(networks: Sequence[CifarNetwork], attentions: Sequence[CifarAttentio
 
 
 _ACCURACIES = dict.fromkeys(("accuracy %", *(f"PGD, l2 {radius:.2g} %" for radius in RADII)), ".1f")
-_COLUMNS = {**_ACCURACIES, "attack radius": ".3f", **ATTENTION_COLUMNS}
+_COLUMNS = {**_ACCURACIES, "attack radius": ".3f", "constant of the network": ".1f", **ATTENTION_COLUMNS}
 _ACCURACY_PANELS = {0: ("clean", "%"), 1: (f"PGD, l2 {RADII[0]:.2g}", "%")}
-_PANELS = {**_ACCURACY_PANELS, 4: ("attack radius", "l2"), 5: ("local constant", "‖DF(X)‖")}
+_PANELS = {**_ACCURACY_PANELS, 4: ("attack radius", "l2"), 5: ("network", "‖DF(x)‖")}

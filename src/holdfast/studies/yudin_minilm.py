@@ -27,7 +27,14 @@ from holdfast.studies.penalties import (
     variants,
 )
 from holdfast.studies.processes import Tell
-from holdfast.studies.robustness import ATTENTION_COLUMNS, AttentionNorms, attention_norms, median_radius
+from holdfast.studies.robustness import (
+    ATTENTION_COLUMNS,
+    AttentionNorms,
+    attention_norms,
+    median_radius,
+    middle,
+    network_constants,
+)
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 
 RADII = (0.1, 0.2)  # l2 over all words of a sentence; one embedding has a length of about 1
@@ -48,6 +55,7 @@ class SentencePenalty:
         sentences: how many were attacked.
         nearest: of the first ones that are answered right, the smallest movement found that changes the answer.
         not_found: for how many of those there is none.
+        jacobian: the norms of the model's Jacobian in the words' embeddings, at those.
         lipschitz: of each layer's attention, the largest local constant at the probed sentences (estimates).
         g_1: of each layer, the largest over heads and rows, mean over the probed sentences.
         norm_p: of each layer, the largest ‖P‖ of a head, mean over the probed sentences.
@@ -61,6 +69,7 @@ class SentencePenalty:
     sentences: int
     nearest: list[float]
     not_found: int
+    jacobian: list[float]
     lipschitz: list[float]
     g_1: list[float]
     norm_p: list[float]
@@ -150,7 +159,7 @@ def examine(tuned: FineTuned, dev: datasets.Dataset, parameters: YudinMinilmPara
     right = logits(x).argmax(1) == labels
     attacked = [_share(logits(ascended(logits, x, labels, radius, _PGD_STEPS)), labels) for radius in RADII]
     kept = right.nonzero().squeeze(1)[: parameters.nearest]
-    radii = _nearest(tuned, {key: value[kept] for key, value in inputs.items()}, labels[kept]) if len(kept) else []
+    radii, constants = _nearest(tuned, {key: value[kept] for key, value in inputs.items()}, labels[kept])
     probed = (tokens(tuned.tokenizer, [text]) for text in texts[: parameters.probed])
     return SentencePenalty(
         setting=tuned.setting,
@@ -160,6 +169,7 @@ def examine(tuned: FineTuned, dev: datasets.Dataset, parameters: YudinMinilmPara
         sentences=len(texts),
         nearest=[radius for radius in radii if math.isfinite(radius)],
         not_found=sum(not math.isfinite(radius) for radius in radii),
+        jacobian=constants,
         **asdict(attention_norms(tuned.model, probed)),
         seconds=tuned.seconds,
     )
@@ -185,16 +195,17 @@ def classifier(model: Any, inputs: dict[str, Tensor]) -> tuple[Callable[[Tensor]
     return logits, model.get_input_embeddings()(inputs["input_ids"])
 
 
-def _nearest(tuned: FineTuned, inputs: dict[str, Tensor], labels: Tensor) -> list[float]:
-    """The smallest movement found that changes the answer, sentence by sentence, in float64."""
+def _nearest(tuned: FineTuned, inputs: dict[str, Tensor], labels: Tensor) -> tuple[list[float], list[float]]:
+    """For every sentence, in float64: the smallest movement found that changes the answer, and the Jacobian's norm."""
     model = tuned.model.double()
-    radii = []
+    radii, constants = [], []
     for i in range(len(labels)):
         length = int(inputs["attention_mask"][i].sum())
         logits, x = classifier(model, {key: value[i : i + 1, :length] for key, value in inputs.items()})
         radii.append(_NEAREST(logits, x, labels[i : i + 1]).radius.item())
+        constants += network_constants(logits, x)
     model.float()
-    return radii
+    return radii, constants
 
 
 def _share(logits: Tensor, labels: Tensor) -> float:
@@ -209,7 +220,7 @@ def summary(models: Sequence[SentencePenalty]) -> list[dict[str, Any]]:
         shares = [100 * share for share in (one.accuracy, one.clean, *one.attacked)]
         attention = AttentionNorms(one.lipschitz, one.g_1, one.norm_p).columns
         radius = median_radius(one.nearest, one.not_found)
-        groups.setdefault(title(one.setting), []).append([*shares, radius, *attention])
+        groups.setdefault(title(one.setting), []).append([*shares, radius, middle(one.jacobian), *attention])
     return over_seeds(groups)
 
 
@@ -218,11 +229,12 @@ _COLUMNS = {
     "short sentences %": ".1f",
     **{f"PGD, l2 {radius:g} %": ".1f" for radius in RADII},
     "attack radius": ".3f",
+    "constant of the network": ".1f",
     **ATTENTION_COLUMNS,
 }
 _PANELS = {
     0: ("accuracy", "%"),
     3: (f"PGD, l2 {RADII[1]:g}", "%"),
     4: ("attack radius", "l2"),
-    5: ("local constant", "‖DF(X)‖"),
+    5: ("network", "‖DF(x)‖"),
 }
