@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--cache", action="store_true", help="the table of bits instead of that of layers")
     parser.add_argument("--time", action="store_true", help="only how long the bounds of all layers take")
     parser.add_argument("--lengths", type=int, nargs="+", help="the cache at these many tokens, and norms beside it")
-    parser.add_argument("--json", type=Path, help="where the numbers of --lengths go too")
+    parser.add_argument("--json", type=Path, help="where the numbers of --lengths go, and what was asked")
     parser.add_argument("--tolerance", type=float, default=0.1, help="of a quantised cache")
     parser.add_argument("--every", type=int, default=1, help="take every n-th layer")
     asked = parser.parse_args()
@@ -45,7 +45,9 @@ def main() -> None:
         for n in asked.lengths:
             rows += cache_at(loaded, n, asked.every)
             if asked.json:
-                record = {"model": asked.model, "text": asked.text.name, "start": asked.start, "rows": rows}
+                record = {"model": asked.model, "text": asked.text.name, "start": asked.start, "lengths": asked.lengths}
+                record |= {"every": asked.every, "torch": torch.__version__, "threads": torch.get_num_threads()}
+                record["rows"] = rows
                 asked.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         return
     traced = holdfast.trace(loaded.model, loaded.inputs)[:: asked.every]

@@ -227,6 +227,8 @@ class Composition(NetworkMethod):
 
     def _search(self, centre: Centre, known: Tensor, threat: Threat) -> Reached:
         """Around clipped boxes: first the radii of boxes that are not, which hold for what clipping leaves of them."""
+        if not bool((centre.margin > 0).any()):
+            return Reached(torch.zeros_like(centre.margin), centre.margin)
         first = self._first(centre, threat)
         least = torch.where(known > 0, known, _SMALLEST * first)
         if centre.proved and not self.needs_no_guess:

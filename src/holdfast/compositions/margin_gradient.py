@@ -27,7 +27,8 @@ from holdfast.network.network import Network, Residual
 class MarginGradient(Composition):
     """min_j m_j - eps ‖∇m_j(X)‖ - ∫_0^eps (eps - r) Σ_k Λ_k(r) β_k G_k(r)² dr, or from slopes alone where that is more.
 
-    Where there is a kink this holds for the smooth stages behind the last one, over the ball that reaches them.
+    Where there is a kink this holds for the smooth stages behind the last one, over the ball that reaches them. Of many
+    classes those that the features reach first are followed back to the input; the others are as in `end-to-end`.
     """
 
     name = "margin-gradient"
@@ -56,7 +57,7 @@ class MarginGradient(Composition):
 def _lost(run: Run, journey: Journey) -> Float64[Tensor, "b classes"]:
     """A bound of m_j(X) - m_j(Z) over the ball of radius r around the exact input X of the run."""
     head = lengths(run.centre.pairs)
-    slope = head.expand(-1, -1, NODES)
+    slope = head[:, run.rivals].expand(-1, -1, NODES)
     turn, bend = torch.zeros_like(slope), torch.zeros_like(slope)
     for stage, passage, (before, ahead) in zip(
         reversed(run.stages), reversed(journey.passages), reversed(run.adjoint_lengths), strict=True
@@ -78,5 +79,6 @@ def _lost(run: Run, journey: Journey) -> Float64[Tensor, "b classes"]:
     gradient, step = run.adjoint_lengths[0][1].squeeze(-1), (journey.r / NODES).unsqueeze(-1)
     weights = torch.arange(NODES - 0.5, 0, -1, dtype=torch.float64, device=slope.device)
     bent = gradient * journey.r.unsqueeze(-1) + (torch.minimum(bend, turn) @ weights) * step.square()
-    moved = torch.minimum(slope.sum(-1) * step, head.squeeze(-1) * journey.end.rho[:, -1:])
-    return outward(torch.minimum(bent, moved))
+    moved = head.squeeze(-1) * journey.end.rho[:, -1:]
+    near = torch.minimum(torch.minimum(bent, slope.sum(-1) * step), moved[:, run.rivals])
+    return outward(moved.index_copy(-1, run.rivals, near))

@@ -20,13 +20,14 @@ from functools import cached_property
 from typing import final
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from holdfast.linalg.curves import outward
-from holdfast.network.centre import Centre, Stage, added, lengths, pulled, pushed
+from holdfast.network.centre import Centre, Enclosed, Stage, added, lengths, pulled, pushed
 
 NODES = 6
+RIVALS = 256  # classes whose margins have gradients of their own
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,19 @@ class Run:
         return norms
 
     @cached_property
+    def rivals(self) -> Int64[Tensor, " rivals"]:
+        """The classes whose margins are followed back: all, or of many those that the features reach first."""
+        away = (self.centre.margins / lengths(self.centre.pairs).squeeze(-1)).amin(0).nan_to_num(nan=torch.inf)
+        return away.topk(min(RIVALS, len(away)), largest=False).indices.sort().values
+
+    @cached_property
     def adjoint_lengths(self) -> list[tuple[list[Tensor], Tensor]]:
         """For every stage, the lengths of the margins' gradients before each of its sites, and before the stage.
 
-        They are (b, classes, 1); inside a residual stage they are those that come through the branch.
+        They are (b, rivals, 1); inside a residual stage they are those that come through the branch.
         """
-        adjoint, gradients = self.centre.pairs, []
+        pairs, gradients = self.centre.pairs, list[tuple[list[Tensor], Tensor]]()
+        adjoint = Enclosed(pairs.value[self.rivals], pairs.error[self.rivals])
         for stage in reversed(self.stages):
             end, before = adjoint, []
             for site in reversed(stage.sites):

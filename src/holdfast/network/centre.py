@@ -268,7 +268,7 @@ class Centre:
         """U + v, where e bounds the error of v and `local` what it would be with r = 0."""
         out, astray = Ball.exact(u) + v, r + e
         # The identity and the branch may cancel; worth a dense Jacobian only where the error is not yet negligible.
-        affordable = stage.smooth and not any(site.large for site in stage.sites)
+        affordable = stage.smooth and not stage.sites[0].large
         if affordable and not bool((astray <= _NEGLIGIBLE * _length(out.mid)).all()):
             astray = torch.minimum(astray, stage.gain(r.unsqueeze(-1)).squeeze(-1) * r + local)
         return out.mid, outward(astray + _length(out.rad))
