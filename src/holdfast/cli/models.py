@@ -13,12 +13,12 @@ from rich.table import Table
 
 from holdfast.certification import read
 from holdfast.cli.app import NamedCommands
-from holdfast.cli.inputs import Json, writable
+from holdfast.cli.inputs import Json, ShardSize, writable
 from holdfast.cli.work import emit_json, say_written
 from holdfast.models import ModelConfig, files, named_configs
 from holdfast.models.card import card
 from holdfast.models.shelf import Shelved, put_on_shelf, read_shelved, shelved
-from holdfast.storage import write_text
+from holdfast.storage import parse_size, write_text
 
 app = typer.Typer(help="The models that come with the package.", cls=NamedCommands, invoke_without_command=True)
 
@@ -71,9 +71,10 @@ def write_card(
 def halve(
     model: Annotated[Path, typer.Argument(help="The model.safetensors that train wrote.")],
     out: Annotated[Path, typer.Argument(help="The file to write.", callback=writable)],
+    shard_size: ShardSize = None,
 ) -> None:
     """Round the weights of a trained model to float16, before it is certified."""
-    files.halve(model, out)
+    files.halve(model, out, shard_size=None if shard_size is None else parse_size(shard_size))
     say_written(out)
 
 

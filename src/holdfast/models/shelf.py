@@ -13,7 +13,7 @@ from holdfast.models import files
 from holdfast.models.config import ModelConfig
 from holdfast.network.digest import weights_digest
 from holdfast.results import CertificationRun
-from holdfast.storage import Pathlike, make_folder, read_metadata, read_tensors, write_tensors
+from holdfast.storage import Pathlike, file_size, make_folder, read_metadata, read_tensors, write_tensors
 
 LIMIT = 8_000_000  # bytes of one file
 
@@ -110,7 +110,7 @@ def put_on_shelf(name: str, path: Pathlike, *runs: CertificationRun) -> Shelved:
             raise InputError(f"the run on {run.data!r} certified other weights than those of {str(path)!r}")
     notes = {_KEY: json.dumps([asdict(ShelvedRun.of(run)) for run in runs])}
     target = files.SHELF / f"{name}.safetensors"
-    size = Path(path).stat().st_size
+    size = file_size(path)
     if size > LIMIT:
         raise InputError(f"{str(path)!r} has {size:,} bytes; the shelf takes files of at most {LIMIT:,}")
     make_folder(files.SHELF)

@@ -54,6 +54,11 @@ class TrainConfig:
         weight_decay: of AdamW.
         manifold_lr: spectral length of a step of the orthogonal maps.
         momentum: of these.
+        lookahead: steps between two of the slow weights, from which all others go on (Zhang et al. 2019); 0 for none.
+        lookahead_share: of the way to the present weights that the slow ones go.
+        compact_every: epochs between two points at which orthogonal maps are rounded to half precision and their
+            momentum begins anew; checkpoints are written there alone, and have a quarter of the size. 0 for whole
+            checkpoints after any step.
         schedule: how both rates fall after the warm-up.
         warmup: share of the training in which they rise.
         precision: of the products; weights stay float32.
@@ -72,6 +77,9 @@ class TrainConfig:
     weight_decay: float = 0.0
     manifold_lr: float = 0.01
     momentum: float = 0.95
+    lookahead: int = 0
+    lookahead_share: float = 0.5
+    compact_every: int = 0
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup: float = 0.05
     precision: Literal["float32", "bf16"] = "float32"
@@ -90,6 +98,8 @@ class TrainConfig:
             raise InputError("losses of [train] is empty; expected at least one [[train.losses]]")
         if not 0 <= self.seed <= LARGEST_SEED:
             raise InputError(f"seed of [train] is {self.seed}; expected 0 to {LARGEST_SEED}")
+        if not 0 < self.lookahead_share <= 1:
+            raise InputError(f"lookahead_share of [train] is {self.lookahead_share}; expected more than 0, at most 1")
         if not self.warmup < 1:
             raise InputError(f"warmup of [train] is {self.warmup}; expected a share of the training below 1")
 
