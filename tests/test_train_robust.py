@@ -118,6 +118,9 @@ def test_two_processes_train_the_model_that_one_trains(folder: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
     launched = [*launcher, "holdfast", "train", str(toml), "--out", str(both)]
     env = ONE_THREAD | {"ACCELERATE_USE_CPU": "true"}
+    # They also agree on when their time is over, and go on together.
+    subprocess.run([*launched, "--seconds", "0"], check=True, timeout=180, env=env)
+    assert json.loads((both / "run.json").read_text())["step"] == 1
     subprocess.run(launched, check=True, timeout=180, env=env)
     expected, found = weights(alone), weights(both)
     assert expected.keys() == found.keys()

@@ -29,7 +29,7 @@ class DataConfig:
     Attributes:
         name: a data set of `holdfast.data`, or a safetensors file with `inputs` and `labels`.
         validation: inputs of the training split that are kept apart and measured on; the same for every seed.
-        augment: what is done to images, in order: flip, crop, shift, colour.
+        augment: what is done to images, in order: flip, crop, shift, colour, rand.
     """
 
     name: str
@@ -134,6 +134,12 @@ class TrainingConfig:
             raise InputError(f"classes of [model] is {self.model.classes}; {self.data.name!r} has {classes}")
         if self.data.augment and self.model.input == "words":
             raise InputError(f"augment of [data] is {list(self.data.augment)}; expected none for a model of words")
+        again = next((loss.kind for loss in self.train.losses if loss.runs_again), None)
+        if self.model.centring and again is not None:
+            raise InputError(
+                f"centring of [model] is true, and the loss {again!r} runs the model more than once for a batch, which "
+                "has one mean; leave one of them out"
+            )
 
     def with_seed(self, seed: int) -> TrainingConfig:
         """The same training from another seed."""

@@ -212,7 +212,7 @@ class _Training:
                 loss = self._gradients(order[number * self._c.batch : (number + 1) * self._c.batch])
                 with held_interrupts():
                     self._change(loss)
-                    over = self._place.agree(time.perf_counter() > until)
+                    over = until < math.inf and self._place.agree(time.perf_counter() > until)
                     if self._can_be_saved and (over or time.perf_counter() - saved > checkpoint_seconds):
                         self._save({})
                         saved = time.perf_counter()

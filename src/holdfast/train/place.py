@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -39,6 +40,8 @@ def find_place(device: str | None = None) -> Accelerated:
         accelerate = require("accelerate", "hf")
         accelerator = accelerate.Accelerator()
         own, count = accelerator.device, accelerator.num_processes
+        if count > 1:  # its threads must not outlive the interpreter
+            atexit.register(accelerator.end_training)
 
         def agree(answer: bool) -> bool:
             return bool(accelerate.utils.broadcast(torch.tensor(answer, device=own))) if count > 1 else answer
