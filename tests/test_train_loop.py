@@ -277,7 +277,7 @@ def test_the_files_of_a_run(digits, tmp_path):
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["command"] == "holdfast train x"
     assert record["versions"]["torch"] == torch.__version__
-    assert record["config"]["train"]["losses"][0]["slope"] == {"kind": "gains", "sample": 0}
+    assert record["config"]["train"]["losses"][0]["slope"] == {"kind": "gains", "radius": 0.0, "sample": 0}
     assert record["step"] == record["steps"] == 5
     assert record["measured_on"] == "32 inputs of the training split, kept apart"
     assert same(weights(run), load(tmp_path / "model.safetensors").state_dict())

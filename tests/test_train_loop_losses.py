@@ -16,6 +16,7 @@ from holdfast.layers.attention.piece import Attention
 from holdfast.layers.steepness import norm_estimate
 from holdfast.models import Transformer, config
 from holdfast.train.augment import AUGMENTATIONS
+from holdfast.train.ball_gains import gain_over_ball
 from holdfast.train.forward import features, logits_of, run
 from holdfast.train.gains import attention_steepness, norm_of_rows
 from holdfast.train.losses import LOSSES, ContentFloor, CrossEntropy, Emma, JaSMinTerm, Pgd
@@ -85,6 +86,41 @@ def test_gain_and_curvature_of_attention_are_above_its_derivatives(residual, str
     g = g / g.flatten(2).norm(dim=-1)[..., None, None]
     bends = piece.push2(u, g, g).flatten(2).norm(dim=-1).amax(0)
     assert (bends <= curvature).all()
+
+
+@pytest.mark.parametrize(("strength", "positions"), [(0.1, True), (1.0, False), (4.0, True)])
+def test_the_gain_over_a_ball_is_that_of_the_bound_and_above_what_an_attack_reaches(strength, positions):
+    torch.manual_seed(0)
+    scores = torch.randn(2, 5, 5) if positions else None
+    layer = SelfAttention(8, 2, position_scores=scores).double()
+    with torch.no_grad():
+        layer.query.weight *= strength
+    x = torch.randn(3, 5, 8).double()
+    radii = [1e-3, 0.1, 0.4]
+    found = torch.stack([gain_over_ball(layer, x, torch.full((3,), r).double()).detach() for r in radii], -1)
+    bound = holdfast.bound(layer.layer(), x, radii, method="rows", guarantee="numerical").value / torch.tensor(radii)
+    # Eigenvalues over the ball are taken there, where the bound starts from those at x.
+    assert ((found / bound > 0.7) & (found / bound < 1.15)).all()
+    assert (found.diff() >= 0).all()
+    assert (found[:, -1] >= 0.99 * holdfast.attack(layer.layer(), x, radii[-1], seed=0).lower / radii[-1]).all()
+
+
+def test_the_slope_over_a_ball_charges_growth():
+    model = model_of("digits-patches")
+    with torch.no_grad():
+        for attention in model.attentions:
+            attention.query.weight *= 3
+    found = pass_of(model)
+    near, far = (GainsSlope(radius=r)(found) for r in (1e-3, 0.5))
+    others = torch.ones_like(near).scatter(1, found.labels.unsqueeze(1), 0.0).bool()
+    assert (far[others] > 1.02 * near[others]).all()
+    assert (near[others] <= 1.02 * GainsSlope()(found)[others]).all()
+    shared = GainsSlope(radius=0.5, sample=1)(found)
+    assert torch.allclose(shared[0], far[0], rtol=1e-6)
+    for weight in (model.attentions[0].query.weight, model.attentions[1].key.weight, model.attentions[0].value.weight):
+        (pull,) = torch.autograd.grad(far.sum(), weight, retain_graph=True)
+        assert torch.isfinite(pull).all()
+        assert pull.abs().max() > 0
 
 
 def test_layers_are_taken_together_or_one_by_one():
@@ -385,13 +421,14 @@ def test_the_content_floor_sees_what_reaches_the_logits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(SLOPES))
+@pytest.mark.parametrize("kind", [*sorted(SLOPES), "over a ball"])
 def test_losses_compile_to_one_graph(kind):
     from holdfast.train.objective import TrainingObjective
 
     model = model_of().float()
     inputs, labels = batch(model)
-    losses = (Emma(slope=SLOPES[kind]()), Pgd(steps=1), ContentFloor(), JaSMinTerm())
+    slope = GainsSlope(radius=0.1) if kind == "over a ball" else SLOPES[kind]()
+    losses = (Emma(slope=slope), Pgd(steps=1), ContentFloor(), JaSMinTerm())
     objective = TrainingObjective(model, losses if kind == "gains" else losses[:1])
     compiled = torch.compile(objective, backend="aot_eager", fullgraph=kind != "gains")
     arguments = inputs.float(), labels, torch.tensor(0.5)
