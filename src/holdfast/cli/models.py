@@ -59,7 +59,7 @@ def write_card(
     out: Annotated[Path | None, typer.Option(help="File for the card, such as README.md.", callback=writable)] = None,
 ) -> None:
     """Write a model card in Markdown: data, recipe, what is proved and what that means, licence."""
-    text = card(read_shelved(name))
+    text = card(read_shelved(name), name)
     if out is None:
         typer.echo(text, nl=False)
     else:
@@ -79,20 +79,20 @@ def halve(
 
 
 def _shelf_table(shelf: tuple[Shelved, ...]) -> Table:
-    table = Table("model", "data", "clean", "certified", "content off", title="shelf: accuracies in per cent")
-    for column in (*table.columns[:3], table.columns[4]):
+    table = Table("model", "inputs", "clean", "certified", "content off", title="shelf: accuracies in per cent")
+    for column in table.columns:
         column.no_wrap = True
     for model in shelf:
         test = model.training.get("test", {})
-        off = f"{100 * test['content_off']:.1f}" if "content_off" in test else ""
-        rows = model.certified or (None,)
-        for run in rows:
-            if run is None:
-                known = ("", f"{100 * test['clean']:.1f}" if "clean" in test else "", "")
-            else:
-                shares = "\n".join(f"{100 * share:.1f} at {radius}" for radius, share in run.accuracy.items())
-                known = (run.data, f"{100 * run.clean:.1f}", f"{shares}\n({run.guarantee}, {run.inputs} inputs)")
-            table.add_row(model.name, *known, off)
+        off = ""
+        if "content_off" in test:
+            off = f"{100 * test['content_off']:.1f} instead of {100 * test['clean']:.1f}\nof {test['inputs']} inputs"
+        for run in model.certified:
+            shares = "\n".join(f"{100 * share:.1f} at {radius}" for radius, share in run.accuracy.items())
+            certified = f"{shares}\n({run.guarantee})"
+            table.add_row(model.name, f"{run.inputs} of\n{run.data}", f"{100 * run.clean:.1f}", certified, off)
+        if not model.certified:
+            table.add_row(model.name, "", "", "", off)
     return table
 
 
