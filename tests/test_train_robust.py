@@ -19,6 +19,7 @@ from torch import Tensor
 
 import holdfast.train.loop as loop
 from holdfast.data.digits import demo_digits
+from holdfast.train import TrainingProgress
 
 pytestmark = pytest.mark.cluster
 
@@ -79,7 +80,7 @@ def train_until(toml: Path, folder: Path, seconds: float | None) -> None:
     loop._TELL_EVERY = 1
     clock = threading.Timer(seconds or 0.0, os.kill, (os.getpid(), signal.SIGKILL))
 
-    def tell(now: loop.TrainingProgress) -> None:
+    def tell(now: TrainingProgress) -> None:
         if seconds is not None and clock.ident is None:
             clock.start()
 

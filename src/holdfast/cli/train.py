@@ -20,8 +20,8 @@ from holdfast.progress import progress_bar, telling
 from holdfast.results import CertificationRun
 from holdfast.storage import parse_size
 from holdfast.train.config import LARGEST_SEED, TrainingConfig, read_training
-from holdfast.train.loop import TrainingProgress
 from holdfast.train.loop import train as run_training
+from holdfast.train.outcome import TrainingProgress
 
 _FEW, _PATIENCE = 5, 10.0  # inputs that are certified after a training, and seconds for each
 

@@ -8,7 +8,7 @@ import math
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -28,6 +28,7 @@ from holdfast.train.config import TrainingConfig, read_training
 from holdfast.train.interrupts import held_interrupts
 from holdfast.train.objective import Measurement, TrainingObjective, measure, measure_content
 from holdfast.train.optimisers import lookahead, optimisers
+from holdfast.train.outcome import Epoch, TrainingProgress, TrainingRun
 from holdfast.train.place import Accelerated, find_place
 from holdfast.version import __version__
 
@@ -35,76 +36,6 @@ _LOG = logging.getLogger(__name__)
 _SPLIT_SEED = 0  # every seed of a training keeps the same inputs apart
 _MEASURED = 2000  # training inputs that are measured on where none are kept apart
 _TELL_EVERY = 20  # steps between two looks at the loss: on a GPU each of them waits
-
-
-@final
-@dataclass(frozen=True)
-class Epoch:
-    """The state at the end of an epoch.
-
-    Attributes:
-        epoch: its number, from 1 on.
-        loss: mean over the steps of the last one.
-        clean: accuracy on the inputs kept apart, or on some of the training inputs.
-        certified: there, by the estimate of the config.
-        seconds: since the beginning of the training.
-    """
-
-    epoch: int
-    loss: float
-    clean: float
-    certified: float
-    seconds: float
-
-
-@final
-@dataclass(frozen=True)
-class TrainingRun:
-    """What came out.
-
-    Attributes:
-        config: what was asked for.
-        model: as it is now; in evaluation mode.
-        history: the measurements, in order.
-        test: accuracies on the held-out split, and what attention makes of content; empty unless finished.
-        finished: whether all epochs are done.
-        interrupted: whether a Ctrl-C ended it, not its time.
-        step: steps that are saved.
-        steps: of the whole training.
-        seconds: of training, over all starts.
-        folder: of model.safetensors, checkpoint.safetensors and run.json.
-        writes: whether this process wrote them; with several processes only the first does.
-    """
-
-    config: TrainingConfig
-    model: Transformer
-    history: tuple[Epoch, ...]
-    test: dict[str, Any]
-    finished: bool
-    interrupted: bool
-    step: int
-    steps: int
-    seconds: float
-    folder: Path
-    writes: bool
-
-
-@final
-@dataclass(frozen=True)
-class TrainingProgress:
-    """How far a training has come.
-
-    Attributes:
-        step: steps that are done.
-        steps: of the whole training.
-        loss: of the last step that was looked at.
-        last: the last measurement, or None.
-    """
-
-    step: int
-    steps: int
-    loss: float
-    last: Epoch | None
 
 
 def train(
@@ -132,8 +63,8 @@ def train(
         data_dir: folder of the data files.
         device: such as "cuda:1"; by default what accelerate chooses, or a GPU if there is one.
         checkpoint_seconds: time between two checkpoints.
-        seconds: after which the run ends, counted from this call; the next call goes on from its checkpoint. Only steps
-            are ended by it, neither their compilation nor the measurements behind the last of them.
+        seconds: until the run ends, counted from this call; the next call goes on from its checkpoint. At least one
+            step is done, and what is measured behind the last of all steps is not counted.
         shard_size: the most bytes of one file: see `holdfast.storage.write_tensors`.
         command: the command line, where there is one.
         progress: a function that is told how far the training is; by default a bar, with False none. If it is
@@ -202,7 +133,7 @@ class _Training:
                 self._lookahead.begin()
             self._step, self._earlier = notes["step"], notes["seconds"]
             self._history = [Epoch(**entry) for entry in notes["history"]]
-        saved = self._began = time.perf_counter()
+        saved = point = self._began = time.perf_counter()
         self._saved_step = self._step
         order = None
         try:
@@ -210,16 +141,21 @@ class _Training:
                 epoch, number = divmod(self._step, self._per_epoch)
                 order = self._order(epoch) if order is None or number == 0 else order
                 loss = self._gradients(order[number * self._c.batch : (number + 1) * self._c.batch])
+                over = False
                 with held_interrupts():
                     self._change(loss)
-                    over = until < math.inf and self._place.agree(time.perf_counter() > until)
-                    if self._can_be_saved and (over or time.perf_counter() - saved > checkpoint_seconds):
-                        self._save({})
-                        saved = time.perf_counter()
+                    if self._can_be_saved:
+                        # The next such point will be about as far away as the last one was.
+                        now = time.perf_counter()
+                        over = until < math.inf and self._place.agree(now + (now - point) > until)
+                        if over or now - saved > checkpoint_seconds:
+                            self._save({})
+                            saved = time.perf_counter()
+                        point = time.perf_counter()
                 if tell is not None and (self._step % _TELL_EVERY == 0 or self._step == self._steps):
                     last = self._history[-1] if self._history else None
                     tell(TrainingProgress(self._step, self._steps, loss.item(), last))
-                if over and self._can_be_saved and self._step < self._steps:
+                if over and self._step < self._steps:
                     return self._outcome({}, finished=False)
             return self._finish()
         except KeyboardInterrupt:
