@@ -30,6 +30,8 @@ LOSSES: dict[str, Loss] = {
     PLAIN: CrossEntropy(),
     "emma, gains": Emma(slope=GainsSlope()),
     "emma, gains of 16 inputs": Emma(slope=GainsSlope(sample=16)),
+    "emma, gains over a ball": Emma(slope=GainsSlope(radius=36 / 255)),
+    "emma, gains over a ball of 16 inputs": Emma(slope=GainsSlope(radius=36 / 255, sample=16)),
     "emma, jacobian": Emma(slope=JacobianSlope()),
     "emma, margin gradient": Emma(slope=GradientSlope(curvature=0.0)),
     "emma, margin gradient and curvature": Emma(slope=GradientSlope()),

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from holdfast.cli.app import load as load_command
 from holdfast.errors import HoldfastError, InputError
-from holdfast.models import DigitsViT, Transformer, VisionTransformer, config, load, load_digits_vit
+from holdfast.models import DigitsViT, Transformer, VisionTransformer, config, load, load_digits_vit, save
 from holdfast.models.card import card
 from holdfast.models.hub import OnHub
 from holdfast.models.shelf import read_shelved, shelved
@@ -35,7 +35,10 @@ def test_a_model_comes_back_from_a_folder(name: str, tmp_path: Path) -> None:
     model, inputs = models()[name]
     model.save_pretrained(tmp_path / "saved")
     assert {"config.json", "model.safetensors", "README.md"} == {file.name for file in (tmp_path / "saved").iterdir()}
-    assert "holdfast" in (tmp_path / "saved" / "README.md").read_text()
+    readme = (tmp_path / "saved" / "README.md").read_text()
+    assert f"from holdfast.models import {type(model).__name__}" in readme
+    assert "license: apache-2.0" in readme
+    assert "More Information Needed" not in readme
     again = type(model).from_pretrained(tmp_path / "saved")
     assert type(again) is type(model)
     assert not again.training
@@ -107,4 +110,24 @@ def test_the_command_writes_a_card(tmp_path: Path) -> None:
     assert shown.exit_code == 0
     assert shown.output == (tmp_path / "README.md").read_text()
     assert "no change of the embeddings of all words" in shown.output
-    assert "no-such-model" in str(call("no-such-model").exception)
+    assert "'no-such-model' is neither a file nor a model on the shelf (cifar10-best" in str(
+        call("no-such-model").exception
+    )
+
+
+def test_a_card_of_a_file_names_the_file(tmp_path: Path) -> None:
+    file = str(tmp_path / "model.safetensors")
+    save(load("cifar10-best"), file, {"training": json.dumps({"name": "mine/run.toml"})})
+    shown = CliRunner().invoke(load_command("models"), ["card", file]).output
+    assert "# run\n" in shown
+    assert f'holdfast.models.load("{file}")' in shown
+    assert f"holdfast certify {file} --data" in shown
+
+
+def test_the_shelf_says_of_how_many_inputs_a_number_is() -> None:
+    shown = CliRunner().invoke(load_command("models"), [], env={"COLUMNS": "100"}).output
+    (model,) = (each for each in shelved() if each.name == "cifar10-best")
+    test, (run,) = model.training["test"], model.certified
+    assert f"{run.inputs} of" in shown
+    assert f"{100 * test['content_off']:.1f} instead of {100 * test['clean']:.1f}" in shown
+    assert f"of {test['inputs']} inputs" in shown

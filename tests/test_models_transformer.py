@@ -24,7 +24,8 @@ def small(name: str) -> ModelConfig:
     """A config of the same design that is quick to run."""
     full = next(c for key, c in named_configs().items() if key.split()[0] == name)
     sizes = {"side": min(full.side, 16), "stem_width": 18, "width": 16, "heads": 4, "depth": 2, "vocabulary": 50}
-    layers = {"stem_layers": min(full.stem_layers, 2), "neck_layers": min(full.neck_layers, 1)}
+    parts = ("stem_layers", "neck_layers", "dense_layers")
+    layers = {part: min(getattr(full, part), 2 if part == "stem_layers" else 1) for part in parts}
     return replace(full, **sizes, **layers, tokens=6, neck=min(full.neck, 12))
 
 

@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from holdfast.errors import HoldfastError, InputError, UnknownNameError
 from holdfast.layers import manifold_parameters
+from holdfast.layers.linear.module import Centring
 from holdfast.models import config, load, named_configs
 from holdfast.train import DataConfig, TrainConfig, TrainingConfig, read_training, train
 from holdfast.train import place as place_module
-from holdfast.train.losses import LOSSES, CrossEntropy, Emma
+from holdfast.train.losses import LOSSES, ContentFloor, CrossEntropy, Emma, Pgd
 from holdfast.train.place import find_place
 from holdfast.train.slopes import GradientSlope
 
@@ -96,6 +97,103 @@ def test_interrupted_and_resumed_bit_for_bit(digits, tmp_path, monkeypatch, stop
     assert rest.finished
     assert same(weights(whole), weights(rest))
     assert [replace(each, seconds=0) for each in whole.history] == [replace(each, seconds=0) for each in rest.history]
+
+
+TRAVELLING = {"slow weights": {"lookahead": 2}, "compact": {"lookahead": 2, "compact_every": 2}}
+
+
+@pytest.mark.parametrize("kind", TRAVELLING)
+def test_a_training_that_runs_out_of_time_goes_on_bit_for_bit(digits, tmp_path, kind):
+    chosen = setup(digits, batch=80, evaluate_every=3, **TRAVELLING[kind])
+    whole = train(chosen, tmp_path / "whole", device="cpu")
+    stops = []
+    for _ in range(6):
+        run = train(chosen, tmp_path / "part", device="cpu", seconds=0, shard_size=8_000)
+        assert len(list((tmp_path / "part").glob("checkpoint-*.safetensors"))) > 1
+        stops.append(run.step)
+        if run.finished:
+            break
+        assert not run.interrupted
+    # A compact state is that after epochs 2 and 3, of two steps each.
+    assert stops == ([4, 6] if kind == "compact" else [1, 2, 3, 4, 5, 6])
+    assert same(weights(whole), weights(run))
+    assert same(weights(run), load(tmp_path / "part" / "model.safetensors").state_dict())
+
+
+def test_an_interrupted_compact_training_goes_on_bit_for_bit(digits, tmp_path, monkeypatch):
+    monkeypatch.setattr("holdfast.train.loop._TELL_EVERY", 1)
+    chosen = setup(digits, epochs=4, compact_every=2, lookahead=3)
+    whole = train(chosen, tmp_path / "whole", device="cpu")
+
+    def stop(now):
+        if now.step == 13:
+            raise KeyboardInterrupt
+
+    part = train(chosen, tmp_path / "part", device="cpu", checkpoint_seconds=0, progress=stop)
+    assert (part.interrupted, part.step) == (True, 10)
+    assert same(weights(whole), weights(train(chosen, tmp_path / "part", device="cpu")))
+
+
+def test_compact_checkpoints_have_a_quarter_of_the_size(digits, tmp_path):
+    wide = replace(setup(digits, epochs=1, manifold_lr=0.01), model=replace(config("digits-patches"), width=64))
+    train(wide, tmp_path / "whole", device="cpu")
+    compact = replace(wide, train=replace(wide.train, compact_every=1))
+    run = train(compact, tmp_path / "compact", device="cpu")
+    whole, small = (load_file(tmp_path / name / "checkpoint.safetensors") for name in ("whole", "compact"))
+    orthogonal = sum(p.numel() for p in manifold_parameters(run.model))
+    assert sum(t.nbytes for t in whole.values()) - sum(t.nbytes for t in small.values()) >= 6 * orthogonal
+    for w in manifold_parameters(run.model):
+        assert torch.equal(w, w.half().float())
+
+
+def test_centring_takes_means_off_and_is_a_constant_at_the_end(digits, tmp_path):
+    chosen = setup(digits, epochs=4, evaluate_every=2)
+    chosen = replace(
+        chosen, model=replace(chosen.model, centring=True, dense_layers=1, stem_layers=1, stem="convolutions")
+    )
+    run = train(chosen, tmp_path / "whole", device="cpu")
+    centres = [module for module in run.model.modules() if isinstance(module, Centring)]
+    assert len(centres) == 4  # convolution, feed-forward part, neck, dense map
+    assert all(centre.mean.abs().max() > 1e-3 for centre in centres)
+    images = load_file(digits)["inputs"][:8]
+    network, logits = run.model.to_network(), run.model.double()(images.double())
+    assert torch.allclose(network(run.model.encode(images)), logits, rtol=0, atol=1e-12)
+    run.model.train()
+    x = torch.randn(3, 5, centres[0].mean.numel(), dtype=torch.float64) + 2
+    assert torch.allclose(centres[0](x).mean((0, 1)), torch.zeros((), dtype=torch.float64), atol=1e-12)
+    assert not train(chosen, tmp_path / "part", device="cpu", seconds=0).finished
+    part = train(chosen, tmp_path / "part", device="cpu")
+    assert same(load(tmp_path / "whole" / "model.safetensors").state_dict(), weights(part))
+
+
+@pytest.mark.parametrize("kind", ["pgd", "content-floor", "margin-gradient"])
+def test_centring_needs_one_pass_for_a_batch(digits, kind):
+    loss = {
+        "pgd": Pgd(),
+        "content-floor": ContentFloor(of="logits"),
+        "margin-gradient": Emma(slope=GradientSlope()),
+    }[kind]
+    chosen = setup(digits, loss)
+    with pytest.raises(InputError, match=r"centring of .model. is true, and the loss .* runs the model more"):
+        replace(chosen, model=replace(chosen.model, centring=True))
+
+
+def test_slow_weights_are_the_mean_on_the_manifold():
+    from holdfast.train.optimisers import Lookahead
+
+    torch.manual_seed(0)
+    turned, free = (torch.nn.Parameter(torch.linalg.qr(torch.randn(6, 4)).Q) for _ in range(2))
+    first, start = turned.detach().clone(), free.detach().clone()
+    slow = Lookahead([turned], [free], share=0.25)
+    with torch.no_grad():
+        turned.copy_(torch.linalg.qr(first + 0.1 * torch.randn(6, 4)).Q * torch.linalg.qr(first).R.diagonal().sign())
+        free.add_(1.0)
+    u, _, vh = torch.linalg.svd(0.75 * first + 0.25 * turned.detach(), full_matrices=False)
+    slow.step()
+    assert torch.allclose(turned, u @ vh, atol=1e-6)
+    assert torch.allclose(free, start + 0.25)
+    slow.step()  # the fast weights are where the slow ones are
+    assert torch.allclose(free, start + 0.25)
 
 
 def test_an_interrupt_within_a_step_leaves_the_last_checkpoint(digits, tmp_path, monkeypatch):
@@ -179,7 +277,7 @@ def test_the_files_of_a_run(digits, tmp_path):
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["command"] == "holdfast train x"
     assert record["versions"]["torch"] == torch.__version__
-    assert record["config"]["train"]["losses"][0]["slope"] == {"kind": "gains", "sample": 0}
+    assert record["config"]["train"]["losses"][0]["slope"] == {"kind": "gains", "radius": 0.0, "sample": 0}
     assert record["step"] == record["steps"] == 5
     assert record["measured_on"] == "32 inputs of the training split, kept apart"
     assert same(weights(run), load(tmp_path / "model.safetensors").state_dict())
@@ -290,6 +388,7 @@ HEAD = '[model]\ninput="image"\nclasses=10\nwidth=16\ndepth=1\nheads=2\n'
         ('[data]\nname="cifar10"\n[train]\nepochs=1.5', "epochs of .* is 1.5; expected int"),
         ('[data]\nname="cifar10"\n[train]\nepochs=1\nlr="a/b"', "lr of .* is 'a/b'; expected float"),
         ('[data]\nname="cifar10"\n[train]\nepochs=1\nwarmup=1.0', "warmup of .train. is 1.0"),
+        ('[data]\nname="cifar10"\n[train]\nepochs=1\nlookahead_share=0', "lookahead_share of .train. is 0.0"),
         ('[data]\nname="cifar10"\n[train]\nepochs=1\nlosses=[]', "losses of .train. is empty"),
         ('[data]\nname="cifar10"\n[train]\nepochs=1\nlosses=3', "losses of .* is 3; expected a list"),
         ('[data]\nname="cifar10"\n[train]\nepochs=1\nschedule="cosin"', "'cosin': did you mean 'cosine'"),

@@ -16,6 +16,7 @@ from holdfast.layers.attention.piece import Attention
 from holdfast.layers.steepness import norm_estimate
 from holdfast.models import Transformer, config
 from holdfast.train.augment import AUGMENTATIONS
+from holdfast.train.ball_gains import gain_over_ball
 from holdfast.train.forward import features, logits_of, run
 from holdfast.train.gains import attention_steepness, norm_of_rows
 from holdfast.train.losses import LOSSES, ContentFloor, CrossEntropy, Emma, JaSMinTerm, Pgd
@@ -85,6 +86,41 @@ def test_gain_and_curvature_of_attention_are_above_its_derivatives(residual, str
     g = g / g.flatten(2).norm(dim=-1)[..., None, None]
     bends = piece.push2(u, g, g).flatten(2).norm(dim=-1).amax(0)
     assert (bends <= curvature).all()
+
+
+@pytest.mark.parametrize(("strength", "positions"), [(0.1, True), (1.0, False), (4.0, True)])
+def test_the_gain_over_a_ball_is_that_of_the_bound_and_above_what_an_attack_reaches(strength, positions):
+    torch.manual_seed(0)
+    scores = torch.randn(2, 5, 5) if positions else None
+    layer = SelfAttention(8, 2, position_scores=scores).double()
+    with torch.no_grad():
+        layer.query.weight *= strength
+    x = torch.randn(3, 5, 8).double()
+    radii = [1e-3, 0.1, 0.4]
+    found = torch.stack([gain_over_ball(layer, x, torch.full((3,), r).double()).detach() for r in radii], -1)
+    bound = holdfast.bound(layer.layer(), x, radii, method="rows", guarantee="numerical").value / torch.tensor(radii)
+    # Eigenvalues over the ball are taken there, where the bound starts from those at x.
+    assert ((found / bound > 0.7) & (found / bound < 1.15)).all()
+    assert (found.diff() >= 0).all()
+    assert (found[:, -1] >= 0.99 * holdfast.attack(layer.layer(), x, radii[-1], seed=0).lower / radii[-1]).all()
+
+
+def test_the_slope_over_a_ball_charges_growth():
+    model = model_of("digits-patches")
+    with torch.no_grad():
+        for attention in model.attentions:
+            attention.query.weight *= 3
+    found = pass_of(model)
+    near, far = (GainsSlope(radius=r)(found) for r in (1e-3, 0.5))
+    others = torch.ones_like(near).scatter(1, found.labels.unsqueeze(1), 0.0).bool()
+    assert (far[others] > 1.02 * near[others]).all()
+    assert (near[others] <= 1.02 * GainsSlope()(found)[others]).all()
+    shared = GainsSlope(radius=0.5, sample=1)(found)
+    assert torch.allclose(shared[0], far[0], rtol=1e-6)
+    for weight in (model.attentions[0].query.weight, model.attentions[1].key.weight, model.attentions[0].value.weight):
+        (pull,) = torch.autograd.grad(far.sum(), weight, retain_graph=True)
+        assert torch.isfinite(pull).all()
+        assert pull.abs().max() > 0
 
 
 def test_layers_are_taken_together_or_one_by_one():
@@ -268,6 +304,38 @@ def test_emma_is_its_formula_and_grows_with_the_training():
     assert values[0] <= values[1] <= values[2] == pytest.approx(values[3])
 
 
+def test_the_radius_of_emma_grows_from_its_first_to_its_last():
+    model = model_of()
+    expected = {0.0: 0.05, 0.25: 0.175, 0.5: 0.3, 1.0: 0.3}
+    for progress, radius in expected.items():
+        growing = Emma(radius=0.3, first_radius=0.05)(pass_of(model, progress=progress))
+        assert growing.item() == pytest.approx(Emma(radius=radius, growth=0)(pass_of(model)).item(), rel=1e-6)
+
+
+def test_annealing_forgets_inputs_with_a_large_margin():
+    model = model_of()
+    found = pass_of(model)
+    with torch.no_grad():
+        model.head.bias[found.labels[0]] += 3
+    found = pass_of(model)
+    p = ((found.logits - 0.5 * functional.one_hot(found.labels, 10)) / 0.2).softmax(1)
+    p = p.gather(1, found.labels.unsqueeze(1)).squeeze(1)
+    annealed = CrossEntropy(margin=0.5, temperature=0.2, gamma=5)
+    expected = ((1 - p) ** 5 * -p.log()).mean()
+    assert annealed(found).item() == pytest.approx(expected.item(), rel=1e-9)
+    plain = CrossEntropy(margin=0.5, temperature=0.2)
+    first = [
+        torch.autograd.grad(loss(found), found.logits, retain_graph=True)[0][0].norm() for loss in (annealed, plain)
+    ]
+    assert p[0] > 0.9
+    assert first[0] < 1e-3 * first[1]
+    lifted = Emma(radius=0, margin=0.5, temperature=0.2, gamma=5)
+    assert lifted(found).item() == pytest.approx(expected.item(), rel=1e-9)
+    assert torch.isfinite(torch.autograd.grad(annealed(found), model.head.bias)[0]).all()
+    with pytest.raises(InputError, match=r"gamma is 0\.5; expected 0, or at least 1"):
+        Emma(gamma=0.5)
+
+
 def test_emma_pushes_the_slope_down():
     model = model_of()
     with torch.no_grad():
@@ -353,13 +421,14 @@ def test_the_content_floor_sees_what_reaches_the_logits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(SLOPES))
+@pytest.mark.parametrize("kind", [*sorted(SLOPES), "over a ball"])
 def test_losses_compile_to_one_graph(kind):
     from holdfast.train.objective import TrainingObjective
 
     model = model_of().float()
     inputs, labels = batch(model)
-    losses = (Emma(slope=SLOPES[kind]()), Pgd(steps=1), ContentFloor(), JaSMinTerm())
+    slope = GainsSlope(radius=0.1) if kind == "over a ball" else SLOPES[kind]()
+    losses = (Emma(slope=slope), Pgd(steps=1), ContentFloor(), JaSMinTerm())
     objective = TrainingObjective(model, losses if kind == "gains" else losses[:1])
     compiled = torch.compile(objective, backend="aot_eager", fullgraph=kind != "gains")
     arguments = inputs.float(), labels, torch.tensor(0.5)
@@ -405,6 +474,40 @@ def test_flips_and_moves_are_what_they_say():
             assert len(found) == 1
             places.update(found)
         assert len(places) > 15
+
+
+def test_random_changes_are_of_every_kind_and_leave_half_of_the_images_alone():
+    from holdfast.train import augment
+
+    x = images(600)
+    changed = AUGMENTATIONS["rand"](x, torch.Generator().manual_seed(0))
+    alone = sum(torch.equal(a, b) for a, b in zip(changed, x, strict=True))
+    assert 0.5 * 600 <= alone + 40 <= 0.65 * 600
+    for kind in range(augment._KINDS):
+        chosen, degree = torch.full((600, 1, 1, 1), kind), torch.linspace(-1, 1, 600).reshape(-1, 1, 1, 1)
+        one = augment._recoloured(augment._moved(x, chosen, degree), chosen, degree)
+        one = augment._with_hole(one, chosen, torch.Generator().manual_seed(0))
+        share = (one != x).flatten(1).any(1).float().mean()
+        assert share == 0 if kind == 0 else share > 0.9
+
+
+def test_random_changes_are_what_they_say():
+    from holdfast.train import augment
+
+    x = images(2)
+    still = torch.zeros(2, 1, 1, 1)
+    moved = augment._moved(x, torch.full_like(still, 3), still + 2 / 16 / augment._MOVE)  # one pixel to the left
+    assert torch.allclose(moved[..., :-1], x[..., 1:], atol=1e-5)
+    assert torch.allclose(moved[..., -1], torch.zeros(()), atol=1e-5)
+    turned = augment._moved(x, torch.full_like(still, 5), still + 6)  # twelfths of half a turn
+    assert torch.allclose(turned, x.rot90(1, (-2, -1)), atol=1e-4)
+    grey = augment._recoloured(x, torch.full_like(still, 8), still - 1 / augment._COLOUR)
+    assert torch.allclose(grey, x.mean(1, keepdim=True).expand_as(x), atol=1e-6)
+    levels = augment._recoloured(x, torch.full_like(still, 9), still + 1)
+    assert len(levels.unique()) == 16
+    assert (levels - x).abs().max() <= 0.5 / 15 + 1e-6
+    dark = augment._recoloured(x, torch.full_like(still, 10), still + 1)
+    assert torch.equal(dark, torch.where(x > 0.5, 1 - x, x))
 
 
 def test_colours_change_by_little():

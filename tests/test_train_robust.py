@@ -19,6 +19,7 @@ from torch import Tensor
 
 import holdfast.train.loop as loop
 from holdfast.data.digits import demo_digits
+from holdfast.train import TrainingProgress
 
 pytestmark = pytest.mark.cluster
 
@@ -79,7 +80,7 @@ def train_until(toml: Path, folder: Path, seconds: float | None) -> None:
     loop._TELL_EVERY = 1
     clock = threading.Timer(seconds or 0.0, os.kill, (os.getpid(), signal.SIGKILL))
 
-    def tell(now: loop.TrainingProgress) -> None:
+    def tell(now: TrainingProgress) -> None:
         if seconds is not None and clock.ident is None:
             clock.start()
 
@@ -118,6 +119,9 @@ def test_two_processes_train_the_model_that_one_trains(folder: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
     launched = [*launcher, "holdfast", "train", str(toml), "--out", str(both)]
     env = ONE_THREAD | {"ACCELERATE_USE_CPU": "true"}
+    # They also agree on when their time is over, and go on together.
+    subprocess.run([*launched, "--seconds", "0"], check=True, timeout=180, env=env)
+    assert json.loads((both / "run.json").read_text())["step"] == 1
     subprocess.run(launched, check=True, timeout=180, env=env)
     expected, found = weights(alone), weights(both)
     assert expected.keys() == found.keys()

@@ -14,7 +14,7 @@ from holdfast.attention import AttentionLayer
 from holdfast.data.digits import demo_digits
 from holdfast.errors import InputError
 from holdfast.models import load_digits_vit
-from holdfast.storage import check_output, read_tensors
+from holdfast.storage import check_output, parse_size, read_tensors
 
 LayerFile = Annotated[Path | None, typer.Argument(help="A layer in safetensors: w_q, w_k, w_v, w_o, …")]
 InputFile = Annotated[Path | None, typer.Argument(help="Its input in safetensors: a tensor x (…, n, d).")]
@@ -32,6 +32,13 @@ def writable(path: Path | None) -> Path | None:
     return path
 
 
+def _bytes(size: str | None) -> str | None:
+    """An option's size, refused before the work begins if it is none."""
+    if size is not None:
+        parse_size(size)
+    return size
+
+
 def refuse_same(*outputs: Path | None, keep: Sequence[Path] = ()) -> None:
     """Refuses one name for two outputs, and an output that would take the place of a file that is read."""
     taken = {path.resolve() for path in keep}
@@ -45,6 +52,9 @@ def refuse_same(*outputs: Path | None, keep: Sequence[Path] = ()) -> None:
 
 Html = Annotated[Path | None, typer.Option(help="Write the page to this file.", callback=writable)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
+ShardSize = Annotated[
+    str | None, typer.Option(help="The most bytes of one file, such as 15MB; larger ones are cut.", callback=_bytes)
+]
 Out = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.", callback=writable)]
 
 

@@ -13,12 +13,12 @@ from rich.table import Table
 
 from holdfast.certification import read
 from holdfast.cli.app import NamedCommands
-from holdfast.cli.inputs import Json, writable
+from holdfast.cli.inputs import Json, ShardSize, writable
 from holdfast.cli.work import emit_json, say_written
 from holdfast.models import ModelConfig, files, named_configs
 from holdfast.models.card import card
 from holdfast.models.shelf import Shelved, put_on_shelf, read_shelved, shelved
-from holdfast.storage import write_text
+from holdfast.storage import parse_size, write_text
 
 app = typer.Typer(help="The models that come with the package.", cls=NamedCommands, invoke_without_command=True)
 
@@ -59,7 +59,7 @@ def write_card(
     out: Annotated[Path | None, typer.Option(help="File for the card, such as README.md.", callback=writable)] = None,
 ) -> None:
     """Write a model card in Markdown: data, recipe, what is proved and what that means, licence."""
-    text = card(read_shelved(name))
+    text = card(read_shelved(name), name)
     if out is None:
         typer.echo(text, nl=False)
     else:
@@ -71,27 +71,28 @@ def write_card(
 def halve(
     model: Annotated[Path, typer.Argument(help="The model.safetensors that train wrote.")],
     out: Annotated[Path, typer.Argument(help="The file to write.", callback=writable)],
+    shard_size: ShardSize = None,
 ) -> None:
     """Round the weights of a trained model to float16, before it is certified."""
-    files.halve(model, out)
+    files.halve(model, out, shard_size=None if shard_size is None else parse_size(shard_size))
     say_written(out)
 
 
 def _shelf_table(shelf: tuple[Shelved, ...]) -> Table:
-    table = Table("model", "data", "clean", "certified", "content off", title="shelf: accuracies in per cent")
-    for column in (*table.columns[:3], table.columns[4]):
+    table = Table("model", "inputs", "clean", "certified", "content off", title="shelf: accuracies in per cent")
+    for column in table.columns:
         column.no_wrap = True
     for model in shelf:
         test = model.training.get("test", {})
-        off = f"{100 * test['content_off']:.1f}" if "content_off" in test else ""
-        rows = model.certified or (None,)
-        for run in rows:
-            if run is None:
-                known = ("", f"{100 * test['clean']:.1f}" if "clean" in test else "", "")
-            else:
-                shares = "\n".join(f"{100 * share:.1f} at {radius}" for radius, share in run.accuracy.items())
-                known = (run.data, f"{100 * run.clean:.1f}", f"{shares}\n({run.guarantee}, {run.inputs} inputs)")
-            table.add_row(model.name, *known, off)
+        off = ""
+        if "content_off" in test:
+            off = f"{100 * test['content_off']:.1f} instead of {100 * test['clean']:.1f}\nof {test['inputs']} inputs"
+        for run in model.certified:
+            shares = "\n".join(f"{100 * share:.1f} at {radius}" for radius, share in run.accuracy.items())
+            certified = f"{shares}\n({run.guarantee})"
+            table.add_row(model.name, f"{run.inputs} of\n{run.data}", f"{100 * run.clean:.1f}", certified, off)
+        if not model.certified:
+            table.add_row(model.name, "", "", "", off)
     return table
 
 

@@ -12,15 +12,16 @@ from rich.console import Console
 from rich.progress import TimeRemainingColumn
 
 from holdfast.certification import certify
-from holdfast.cli.inputs import Json
+from holdfast.cli.inputs import Json, ShardSize
 from holdfast.cli.work import INTERRUPTED, emit_json, say_written
 from holdfast.data import load as load_data
 from holdfast.models.loading import load_classifier
 from holdfast.progress import progress_bar, telling
 from holdfast.results import CertificationRun
+from holdfast.storage import parse_size
 from holdfast.train.config import LARGEST_SEED, TrainingConfig, read_training
-from holdfast.train.loop import TrainingProgress
 from holdfast.train.loop import train as run_training
+from holdfast.train.outcome import TrainingProgress
 
 _FEW, _PATIENCE = 5, 10.0  # inputs that are certified after a training, and seconds for each
 
@@ -36,6 +37,8 @@ def train(
     device: Annotated[str | None, typer.Option(help="Such as cuda:1; default: what accelerate chooses.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of the data files; default: HOLDFAST_DATA.")] = None,
     checkpoint_seconds: Annotated[float, typer.Option(min=0, help="Time between two checkpoints.")] = 60.0,
+    seconds: Annotated[float | None, typer.Option(min=0, help="End after this time; the next run goes on.")] = None,
+    shard_size: ShardSize = None,
     as_json: Json = False,
 ) -> None:
     """Train a model that can be certified; an interrupted training goes on with the same command."""
@@ -57,6 +60,8 @@ def train(
             device=device,
             data_dir=data_dir,
             checkpoint_seconds=checkpoint_seconds,
+            seconds=seconds,
+            shard_size=None if shard_size is None else parse_size(shard_size),
             command=shlex.join(["holdfast", *sys.argv[1:]]),
             progress=tell,
         )
@@ -77,8 +82,11 @@ def train(
     if not run.finished:
         saved = (folder / "checkpoint.safetensors").exists()
         rest = f"the same command goes on from {folder}" if saved else "nothing was saved"
-        typer.echo(f"holdfast: interrupted; {rest}", err=True)
-        raise typer.Exit(INTERRUPTED)
+        if run.interrupted:
+            typer.echo(f"holdfast: interrupted; {rest}", err=True)
+            raise typer.Exit(INTERRUPTED)
+        typer.echo(f"holdfast: {seconds:g} s are over at step {run.step} of {run.steps}; {rest}", err=True)
+        return
     if not as_json:
         _show(chosen, run.test, run.seconds, proved)
         say_written(folder / "model.safetensors", folder / "checkpoint.safetensors", folder / "run.json")

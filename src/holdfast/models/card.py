@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict
 
 from holdfast.models.shelf import Shelved, ShelvedRun
@@ -10,13 +11,18 @@ from holdfast.models.shelf import Shelved, ShelvedRun
 _LICENCE = "apache-2.0"
 
 
-def card(model: Shelved) -> str:
-    """The card of a model; every number in it comes from the model's own file."""
+def card(model: Shelved, source: str | None = None) -> str:
+    """The card of a model; every number in it comes from the model's own file.
+
+    Args:
+        model: what its file says of it.
+        source: by which it is loaded: the path of its file, or, by default, its name on the shelf.
+    """
     parts = [
         _front_matter(model),
         f"# {model.name}",
         _summary(model),
-        "## Use\n\n" + _use(model),
+        "## Use\n\n" + _use(model, source or model.name),
         "## What is proved\n\n" + _proved(model),
         "## Data\n\n" + _data(model),
         "## Recipe\n\n" + _recipe(model),
@@ -43,12 +49,12 @@ def _summary(model: Shelved) -> str:
     )
 
 
-def _use(model: Shelved) -> str:
+def _use(model: Shelved, source: str) -> str:
     data = next(iter(_data_sets(model)), "DATA")
     return (
         "```python\nimport holdfast.models\n\n"
-        f'model = holdfast.models.load("{model.name}")  # a torch module, frozen\n```\n\n'
-        f"    holdfast certify {model.name} --data {data} --limit 10 --method gains"
+        f"model = holdfast.models.load({json.dumps(source)})  # a torch module, frozen\n```\n\n"
+        f"    holdfast certify {shlex.quote(source)} --data {shlex.quote(data)} --limit 10 --method gains"
     )
 
 

@@ -60,9 +60,12 @@ class ModelConfig:
         expansion: hidden width of the feed-forward part, in widths.
         activation: its activation; half- acts on half of the channels.
         activation_sharpness: s of softplus and smooth-abs.
+        centring: whether maps before an activation take the mean over the batch off, and later a running mean.
         pool: the mean of the tokens, or all of them flattened.
+        pool_merge: side of the squares of tokens that become one of the same width before that.
         neck: width of a map before the head; 0 for none.
         neck_layers: feed-forward parts between neck and head, where one token is left: many parameters for little time.
+        dense_layers: square maps, each behind an activation, between these and the head; they start as identities.
         head: unit rows, or a map of limited norm.
     """
 
@@ -94,9 +97,12 @@ class ModelConfig:
     expansion: int = 1
     activation: ActivationKind = "half-abs"
     activation_sharpness: float = 4.0
+    centring: bool = False
     pool: Pool = "flatten"
+    pool_merge: int = 1
     neck: int = 0
     neck_layers: int = 0
+    dense_layers: int = 0
     head: HeadKind = "unit-rows"
 
     def __post_init__(self) -> None:
@@ -113,7 +119,7 @@ class ModelConfig:
                 raise InputError(f"{field.name} is {value!r}; expected {expected.__name__}")
             elif expected is not bool and value < 0:
                 raise InputError(f"{field.name} is {value}; expected a number that is not negative")
-        for name in ("classes", "width", "depth", "heads", "attention_norm", "expansion"):
+        for name in ("classes", "width", "depth", "heads", "attention_norm", "expansion", "pool_merge"):
             if getattr(self, name) == 0:
                 raise InputError(f"{name} is 0; expected a positive number")
         if self.input == "words" and self.vocabulary < 2:

@@ -15,15 +15,18 @@ from holdfast.storage import Pathlike, read_metadata, read_tensors, write_tensor
 SHELF = Path(__file__).with_name("shelf")  # trained models that come with the package
 
 
-def save(model: Transformer, path: Pathlike, notes: Mapping[str, str] | None = None) -> None:
+def save(
+    model: Transformer, path: Pathlike, notes: Mapping[str, str] | None = None, *, shard_size: int | None = None
+) -> None:
     """Writes a model with its config, whole or not at all.
 
     Args:
         model: as it is trained, with its constraints.
         path: of the safetensors file.
         notes: further metadata, such as seed and command.
+        shard_size: the most bytes of one file: see `holdfast.storage.write_tensors`.
     """
-    write_tensors(path, model.state_dict(), {**(notes or {}), **model.notes})
+    write_tensors(path, model.state_dict(), {**(notes or {}), **model.notes}, shard_size=shard_size)
 
 
 def load(path: Pathlike) -> Transformer:
@@ -37,13 +40,19 @@ def load(path: Pathlike) -> Transformer:
     return model.eval().requires_grad_(False)
 
 
-def halve(path: Pathlike, target: Pathlike) -> None:
-    """Writes a model again with its weights rounded to float16: half the size, and another model, to certify anew."""
+def halve(path: Pathlike, target: Pathlike, *, shard_size: int | None = None) -> None:
+    """Writes a model again with its weights rounded to float16: half the size, and another model, to certify anew.
+
+    Args:
+        path: of the model.
+        target: the file to write.
+        shard_size: the most bytes of one file: see `holdfast.storage.write_tensors`.
+    """
     stored_config(path)  # refuses other files
     rounded = {name: t.half() if t.is_floating_point() else t for name, t in read_tensors(path).items()}
     if any(not bool(t.isfinite().all()) for t in rounded.values()):
         raise InputError(f"{os.fspath(path)!r} has weights beyond the largest float16, 65504; it cannot be halved")
-    write_tensors(target, rounded, read_metadata(path))
+    write_tensors(target, rounded, read_metadata(path), shard_size=shard_size)
 
 
 def stored_config(path: Pathlike) -> ModelConfig:

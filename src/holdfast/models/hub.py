@@ -16,6 +16,21 @@ from holdfast.extras import require
 from holdfast.storage import Pathlike, read_tensors, write_tensors
 
 _WEIGHTS = "model.safetensors"
+_README = """---
+{{ card_data }}
+---
+
+A model of Holdfast, which proves how far the input of a transformer may move before its answer can change.
+
+```python
+from holdfast.models import CLASS
+
+model = CLASS.from_pretrained("this folder, or the name of this repository")
+```
+
+This page does not say what is proved of these weights. `holdfast certify model.safetensors --data NAME` proves it, and
+`holdfast models card` writes a card with all that is known of a trained model.
+"""
 
 
 class OnHub(nn.Module):
@@ -94,5 +109,10 @@ def _through_mixin(kind: type[OnHub]) -> Any:
         return model.eval()
 
     members = {"_save_pretrained": save, "_from_pretrained": classmethod(load)}
-    card = {"library_name": "holdfast", "license": "apache-2.0", "tags": ["certified-robustness"]}
+    card = {
+        "library_name": "holdfast",
+        "license": "apache-2.0",
+        "tags": ["certified-robustness"],
+        "model_card_template": _README.replace("CLASS", kind.__name__),
+    }
     return types.new_class(kind.__name__, (hub.PyTorchModelHubMixin, kind), card, lambda body: body.update(members))

@@ -13,7 +13,7 @@ from holdfast.models import files
 from holdfast.models.config import ModelConfig
 from holdfast.network.digest import weights_digest
 from holdfast.results import CertificationRun
-from holdfast.storage import Pathlike, make_folder, read_metadata, read_tensors, write_tensors
+from holdfast.storage import Pathlike, file_size, make_folder, read_metadata, read_tensors, write_tensors
 
 LIMIT = 8_000_000  # bytes of one file
 
@@ -69,7 +69,7 @@ class Shelved:
     """A model on the shelf.
 
     Attributes:
-        name: by which `holdfast.models.load` and `holdfast certify` know it.
+        name: by which `holdfast.models.load` and `holdfast certify` know it; of a file elsewhere, that of its config.
         config: of the model.
         seed: of its training.
         command: that trained it.
@@ -110,7 +110,7 @@ def put_on_shelf(name: str, path: Pathlike, *runs: CertificationRun) -> Shelved:
             raise InputError(f"the run on {run.data!r} certified other weights than those of {str(path)!r}")
     notes = {_KEY: json.dumps([asdict(ShelvedRun.of(run)) for run in runs])}
     target = files.SHELF / f"{name}.safetensors"
-    size = Path(path).stat().st_size
+    size = file_size(path)
     if size > LIMIT:
         raise InputError(f"{str(path)!r} has {size:,} bytes; the shelf takes files of at most {LIMIT:,}")
     make_folder(files.SHELF)
@@ -121,12 +121,17 @@ def put_on_shelf(name: str, path: Pathlike, *runs: CertificationRun) -> Shelved:
 def read_shelved(name: Pathlike) -> Shelved:
     """What is known of a model on the shelf, or in a file that `holdfast train` wrote."""
     path = files.shelf_file(name) or Path(name)
+    if not path.exists():
+        names = ", ".join(sorted(file.stem for file in files.SHELF.glob("*.safetensors")))
+        raise InputError(f"{str(name)!r} is neither a file nor a model on the shelf ({names or 'which is empty'})")
     notes = read_metadata(path)
+    training = json.loads(notes.get("training", "{}"))
+    own = path.parent == files.SHELF or "name" not in training
     return Shelved(
-        path.stem,
+        path.stem if own else Path(training["name"]).stem,
         files.stored_config(path),
         notes.get("seed", ""),
         notes.get("command", ""),
-        json.loads(notes.get("training", "{}")),
+        training,
         tuple(ShelvedRun(**run) for run in json.loads(notes.get(_KEY, "[]"))),
     )

@@ -31,7 +31,8 @@ from holdfast.results import Guarantee
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Workplace
 from holdfast.train.config import TrainingConfig, read_training
-from holdfast.train.loop import TrainingProgress, train
+from holdfast.train.loop import train
+from holdfast.train.outcome import TrainingProgress
 from holdfast.version import __version__
 
 LOFAST = "lofast"

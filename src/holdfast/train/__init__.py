@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.train.config import DataConfig, TrainConfig, TrainingConfig, read_training
 from holdfast.train.jasmin import jasmin
-from holdfast.train.loop import Epoch, TrainingProgress, TrainingRun, train
+from holdfast.train.loop import train
 from holdfast.train.losses import LOSSES, Loss
 from holdfast.train.monitor import LayerState, Monitor, MonitorRecord
+from holdfast.train.outcome import Epoch, TrainingProgress, TrainingRun
 from holdfast.train.penalty import JaSMin
 from holdfast.train.slopes import SLOPES, MarginSlope
 

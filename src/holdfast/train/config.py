@@ -29,7 +29,7 @@ class DataConfig:
     Attributes:
         name: a data set of `holdfast.data`, or a safetensors file with `inputs` and `labels`.
         validation: inputs of the training split that are kept apart and measured on; the same for every seed.
-        augment: what is done to images, in order: flip, crop, shift, colour.
+        augment: what is done to images, in order: flip, crop, shift, colour, rand.
     """
 
     name: str
@@ -54,6 +54,11 @@ class TrainConfig:
         weight_decay: of AdamW.
         manifold_lr: spectral length of a step of the orthogonal maps.
         momentum: of these.
+        lookahead: steps between two of the slow weights, from which all others go on (Zhang et al. 2019); 0 for none.
+        lookahead_share: of the way to the present weights that the slow ones go.
+        compact_every: epochs between two points at which orthogonal maps are rounded to half precision and their
+            momentum begins anew; checkpoints are written there alone, and have a quarter of the size. 0 for whole
+            checkpoints after any step.
         schedule: how both rates fall after the warm-up.
         warmup: share of the training in which they rise.
         precision: of the products; weights stay float32.
@@ -73,6 +78,9 @@ class TrainConfig:
     weight_decay: float = 0.0
     manifold_lr: float = 0.01
     momentum: float = 0.95
+    lookahead: int = 0
+    lookahead_share: float = 0.5
+    compact_every: int = 0
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup: float = 0.05
     precision: Literal["float32", "bf16"] = "float32"
@@ -91,6 +99,8 @@ class TrainConfig:
             raise InputError("losses of [train] is empty; expected at least one [[train.losses]]")
         if not 0 <= self.seed <= LARGEST_SEED:
             raise InputError(f"seed of [train] is {self.seed}; expected 0 to {LARGEST_SEED}")
+        if not 0 < self.lookahead_share <= 1:
+            raise InputError(f"lookahead_share of [train] is {self.lookahead_share}; expected more than 0, at most 1")
         if not self.warmup < 1:
             raise InputError(f"warmup of [train] is {self.warmup}; expected a share of the training below 1")
 
@@ -125,6 +135,12 @@ class TrainingConfig:
             raise InputError(f"classes of [model] is {self.model.classes}; {self.data.name!r} has {classes}")
         if self.data.augment and self.model.input == "words":
             raise InputError(f"augment of [data] is {list(self.data.augment)}; expected none for a model of words")
+        again = next((loss.kind for loss in self.train.losses if loss.runs_again), None)
+        if self.model.centring and again is not None:
+            raise InputError(
+                f"centring of [model] is true, and the loss {again!r} runs the model more than once for a batch, which "
+                "has one mean; leave one of them out"
+            )
 
     def with_seed(self, seed: int) -> TrainingConfig:
         """The same training from another seed."""

@@ -67,12 +67,12 @@ def attention_steepness(
         W_Q, W_K, c_V, c_O = (_map_gains(attentions, name) for name in ("query", "key", "value", "output"))
         W_Q, W_K = W_Q * root, W_K * root
         omega, kappa = _largest_covariance(p, v), _largest_covariance(p, k)
-        S_omega = _peak(omega * kappa) * W_Q + _peak(_largest_moment(p.mT * omega.unsqueeze(-2), q)) * W_K
+        S_omega = _peak(omega * kappa) * W_Q + _peak(largest_moment(p.mT * omega.unsqueeze(-2), q)) * W_K
         fixed = c_V * norm_of_rows(p).amax(-1)
         gain = abs(attentions[0].residual) + c_O * (fixed + S_omega)
         if not curved:
             return Steepness(gain, math.inf)
-        S = _peak(kappa) * W_Q + _peak(_largest_moment(p.mT, q)) * W_K
+        S = _peak(kappa) * W_Q + _peak(largest_moment(p.mT, q)) * W_K
         mean = p @ k
         apart = k.square().sum(-1).unsqueeze(-2) - 2 * mean @ k.mT + mean.square().sum(-1, keepdim=True)
         T = _peak(apart.amax(-1)) * W_Q + math.sqrt(2) * _peak(q.square().sum(-1)) * W_K
@@ -112,7 +112,7 @@ def _largest_covariance(p: Float[Tensor, "*b h n n"], z: Float[Tensor, "*b h n k
     return (p * (along - (p * along).sum(-1, keepdim=True)).square()).sum(-1)
 
 
-def _largest_moment(weights: Float[Tensor, "*b h n n"], z: Float[Tensor, "*b h n k"]) -> Float[Tensor, "*b h n"]:
+def largest_moment(weights: Float[Tensor, "*b h n n"], z: Float[Tensor, "*b h n k"]) -> Float[Tensor, "*b h n"]:
     """λ_max of Σ_j weights_ij z_j z_jᵀ for every i."""
     with torch.no_grad():
         w = unit(weights @ z + _start(z))

@@ -8,7 +8,7 @@ import math
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -17,17 +17,19 @@ from torch import Tensor
 
 from holdfast.data import SOURCES, Dataset, load
 from holdfast.errors import HoldfastError, InputError
-from holdfast.layers import ManifoldStep, manifold_parameters
+from holdfast.layers import manifold_parameters
 from holdfast.models import Transformer, save
 from holdfast.models import load as load_model
 from holdfast.progress import watching
 from holdfast.storage import Pathlike, check_folder, make_folder, write_text
 from holdfast.train.augment import AUGMENTATIONS
 from holdfast.train.checkpoint import Checkpoint
-from holdfast.train.config import TrainConfig, TrainingConfig, read_training
+from holdfast.train.config import TrainingConfig, read_training
 from holdfast.train.gradients import Gradients, RecordedGradients
 from holdfast.train.interrupts import held_interrupts
 from holdfast.train.objective import Measurement, TrainingObjective, measure, measure_content
+from holdfast.train.optimisers import lookahead, optimisers
+from holdfast.train.outcome import Epoch, TrainingProgress, TrainingRun
 from holdfast.train.place import Accelerated, find_place
 from holdfast.version import __version__
 
@@ -35,70 +37,6 @@ _LOG = logging.getLogger(__name__)
 _SPLIT_SEED = 0  # every seed of a training keeps the same inputs apart
 _MEASURED = 2000  # training inputs that are measured on where none are kept apart
 _TELL_EVERY = 20  # steps between two looks at the loss: on a GPU each of them waits
-
-
-@final
-@dataclass(frozen=True)
-class Epoch:
-    """The state at the end of an epoch.
-
-    Attributes:
-        epoch: its number, from 1 on.
-        loss: mean over the steps of the last one.
-        clean: accuracy on the inputs kept apart, or on some of the training inputs.
-        certified: there, by the estimate of the config.
-        seconds: since the beginning of the training.
-    """
-
-    epoch: int
-    loss: float
-    clean: float
-    certified: float
-    seconds: float
-
-
-@final
-@dataclass(frozen=True)
-class TrainingRun:
-    """What came out.
-
-    Attributes:
-        config: what was asked for.
-        model: as it is now; in evaluation mode.
-        history: the measurements, in order.
-        test: accuracies on the held-out split, and what attention makes of content; empty unless finished.
-        finished: whether all epochs are done.
-        seconds: of training, over all starts.
-        folder: of model.safetensors, checkpoint.safetensors and run.json.
-        writes: whether this process wrote them; with several processes only the first does.
-    """
-
-    config: TrainingConfig
-    model: Transformer
-    history: tuple[Epoch, ...]
-    test: dict[str, Any]
-    finished: bool
-    seconds: float
-    folder: Path
-    writes: bool
-
-
-@final
-@dataclass(frozen=True)
-class TrainingProgress:
-    """How far a training has come.
-
-    Attributes:
-        step: steps that are done.
-        steps: of the whole training.
-        loss: of the last step that was looked at.
-        last: the last measurement, or None.
-    """
-
-    step: int
-    steps: int
-    loss: float
-    last: Epoch | None
 
 
 def train(
@@ -109,6 +47,8 @@ def train(
     data_dir: Pathlike | None = None,
     device: str | None = None,
     checkpoint_seconds: float = 60.0,
+    seconds: float | None = None,
+    shard_size: int | None = None,
     command: str = "",
     progress: Callable[[TrainingProgress], None] | bool = True,
 ) -> TrainingRun:
@@ -124,6 +64,9 @@ def train(
         data_dir: folder of the data files.
         device: such as "cuda:1"; by default what accelerate chooses, or a GPU if there is one.
         checkpoint_seconds: time between two checkpoints.
+        seconds: until the run ends, counted from this call; the next call goes on from its checkpoint. At least one
+            step is done, and what is measured behind the last of all steps is not counted.
+        shard_size: the most bytes of one file: see `holdfast.storage.write_tensors`.
         command: the command line, where there is one.
         progress: a function that is told how far the training is; by default a bar, with False none. If it is
             interrupted (KeyboardInterrupt), the run ends with a checkpoint of the last whole step.
@@ -132,14 +75,15 @@ def train(
         >>> run = train("digits-smooth", "out/digits")
         >>> run.history[-1].clean, run.test["certified"]
     """
+    began = time.perf_counter()
     if not isinstance(config, TrainingConfig):
         config = read_training(config)
     check_folder(out, "model.safetensors", "checkpoint.safetensors", "run.json")
     place = find_place(device)
-    training = _Training(config, Path(out), data_dir, place, command)
+    training = _Training(config, Path(out), data_dir, place, command, shard_size)
     make_folder(out)
     with watching(progress if place.rank == 0 else False, config.name, lambda now: (now.step, now.steps)) as tell:
-        return training.run(resume, checkpoint_seconds, tell)
+        return training.run(resume, checkpoint_seconds, math.inf if seconds is None else began + seconds, tell)
 
 
 @final
@@ -147,10 +91,16 @@ class _Training:
     """All that the steps of one training share, and its state."""
 
     def __init__(
-        self, config: TrainingConfig, folder: Path, data_dir: Pathlike | None, place: Accelerated, command: str
+        self,
+        config: TrainingConfig,
+        folder: Path,
+        data_dir: Pathlike | None,
+        place: Accelerated,
+        command: str,
+        shard_size: int | None,
     ) -> None:
         self._config, self._c, self._folder, self._data_dir = config, config.train, folder, data_dir
-        self._place, self._command = place, command
+        self._place, self._command, self._shard_size = place, command, shard_size
         data = _read(config, "train", data_dir)
         part, self._watched = _split(data, config.data.validation)
         self._inputs, self._labels = part.inputs.to(place.device), part.labels.to(place.device)
@@ -159,7 +109,8 @@ class _Training:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._c.seed)
             self._model = _first_model(config).to(place.device)
-        self._optimisers = _optimisers(self._model, self._c)
+        self._optimisers = optimisers(self._model, self._c)
+        self._lookahead = lookahead(self._model, self._c)
         objective = TrainingObjective(self._model, self._c.losses, bf16=self._c.precision == "bf16")
         self._gradients_of: Gradients
         if self._c.compile == "graph" and place.device.type == "cuda" and place.count == 1:
@@ -170,41 +121,70 @@ class _Training:
             self._gradients_of = Gradients(place.prepare(objective))
         self._generator = torch.Generator(place.device)
         identity = {**config.to_dict(), "checksum": data.checksum, "holdfast": __version__}
-        self._checkpoint = Checkpoint(folder / "checkpoint.safetensors", identity)
-        self._step, self._earlier, self._began = 0, 0.0, time.perf_counter()
+        self._checkpoint = Checkpoint(folder / "checkpoint.safetensors", identity, shard_size)
+        self._step = self._saved_step = 0
+        self._earlier, self._began = 0.0, time.perf_counter()
         self._history: list[Epoch] = []
         self._loss_sum = torch.zeros((), device=place.device)
         self._whole = True  # whether the state is that between two steps
 
     def run(
-        self, resume: bool, checkpoint_seconds: float, tell: Callable[[TrainingProgress], None] | None
+        self, resume: bool, checkpoint_seconds: float, until: float, tell: Callable[[TrainingProgress], None] | None
     ) -> TrainingRun:
-        """Does the steps that are left."""
+        """Does the steps that are left, or those before the clock shows `until`."""
         if resume and self._checkpoint.exists():
-            notes = self._checkpoint.read(self._model, self._optimisers, self._loss_sum)
+            notes = self._checkpoint.read(self._model, self._states, self._loss_sum)
+            if self._lookahead is not None and self._c.compact_every:
+                self._lookahead.begin()
             self._step, self._earlier = notes["step"], notes["seconds"]
             self._history = [Epoch(**entry) for entry in notes["history"]]
-        saved = self._began = time.perf_counter()
+        saved = point = self._began = time.perf_counter()
+        self._saved_step = self._step
         order = None
         try:
             while self._step < self._steps:
                 epoch, number = divmod(self._step, self._per_epoch)
                 order = self._order(epoch) if order is None or number == 0 else order
                 loss = self._gradients(order[number * self._c.batch : (number + 1) * self._c.batch])
+                over = False
                 with held_interrupts():
                     self._change(loss)
-                    if time.perf_counter() - saved > checkpoint_seconds:
-                        self._save({})
-                        saved = time.perf_counter()
+                    if self._can_be_saved:
+                        # The next such point will be about as far away as the last one was.
+                        now = time.perf_counter()
+                        over = until < math.inf and self._place.agree(now + (now - point) > until)
+                        if over or now - saved > checkpoint_seconds:
+                            self._save({})
+                            saved = time.perf_counter()
+                        point = time.perf_counter()
                 if tell is not None and (self._step % _TELL_EVERY == 0 or self._step == self._steps):
                     last = self._history[-1] if self._history else None
                     tell(TrainingProgress(self._step, self._steps, loss.item(), last))
+                if over and self._step < self._steps:
+                    return self._outcome({}, finished=False)
             return self._finish()
         except KeyboardInterrupt:
             with held_interrupts():
-                if self._whole:
+                if self._whole and self._can_be_saved:
                     self._save({})
-            return self._outcome({}, finished=False)
+            return self._outcome({}, finished=False, interrupted=True)
+
+    @property
+    def _states(self) -> dict[str, torch.optim.Optimizer]:
+        """What has to be remembered beside the weights."""
+        if self._lookahead is None or self._c.compact_every:  # slow weights begin anew where the state is compact
+            return self._optimisers
+        return {**self._optimisers, "lookahead": self._lookahead}
+
+    @property
+    def _can_be_saved(self) -> bool:
+        """Whether the state is one to go on from: with `compact_every`, where it has just been made compact."""
+        epoch, number = divmod(self._step, self._per_epoch)
+        return not self._c.compact_every or (number == 0 and self._is_compact(epoch))
+
+    def _is_compact(self, epoch: int) -> bool:
+        every = self._c.compact_every
+        return every > 0 and (epoch % every == 0 or epoch == self._c.epochs)
 
     def _order(self, epoch: int) -> Tensor:
         """The inputs in the order of an epoch; random numbers depend on the seed, the epoch and the step alone."""
@@ -234,6 +214,8 @@ class _Training:
             optimiser.step()
         self._loss_sum += loss
         self._step += 1
+        if self._lookahead is not None and self._step % self._c.lookahead == 0:
+            self._lookahead.step()
         if self._step % self._per_epoch == 0:
             self._end_epoch(self._step // self._per_epoch)
         self._whole = True
@@ -243,6 +225,8 @@ class _Training:
         self._loss_sum.zero_()
         if not math.isfinite(mean):
             raise HoldfastError(f"the loss of epoch {epoch} is {mean}; lower lr or manifold_lr of [train]")
+        if self._is_compact(epoch):
+            self._compact()
         if epoch % self._c.evaluate_every == 0 or epoch == self._c.epochs:
             measurement = self._measure(self._watched)
             self._history.append(Epoch(epoch, mean, measurement.clean, measurement.certified, self._seconds))
@@ -253,6 +237,19 @@ class _Training:
                 measurement.clean,
                 measurement.certified,
             )
+
+    @torch.no_grad()
+    def _compact(self) -> None:
+        """Rounds orthogonal maps to half precision, in which they are stored, and lets their momentum begin anew.
+
+        The next step brings them back to the manifold.
+        """
+        for p in manifold_parameters(self._model):
+            p.copy_(p.half())
+        if "manifold" in self._optimisers:
+            self._optimisers["manifold"].state.clear()
+        if self._lookahead is not None:
+            self._lookahead.begin()
 
     def _measure(self, data: Dataset) -> Measurement:
         return measure(self._model, data, self._c.slope, self._c.radius, self._place.device)
@@ -272,7 +269,7 @@ class _Training:
         self._save(test)
         if self._place.rank == 0:
             notes = {"seed": str(self._c.seed), "command": self._command, "training": json.dumps(self._record(test))}
-            save(self._model, self._folder / "model.safetensors", notes)
+            save(self._model, self._folder / "model.safetensors", notes, shard_size=self._shard_size)
         return self._outcome(test, finished=True)
 
     def _save(self, test: dict[str, Any]) -> None:
@@ -283,7 +280,8 @@ class _Training:
                 "seconds": self._seconds,
                 "history": [asdict(entry) for entry in self._history],
             }
-            self._checkpoint.write(self._model, self._optimisers, self._loss_sum, notes)
+            self._checkpoint.write(self._model, self._states, self._loss_sum, notes)
+            self._saved_step = self._step
             write_text(self._folder / "run.json", json.dumps(self._record(test), indent=1) + "\n")
 
     def _record(self, test: dict[str, Any]) -> dict[str, Any]:
@@ -308,7 +306,7 @@ class _Training:
             "test": test,
         }
 
-    def _outcome(self, test: dict[str, Any], *, finished: bool) -> TrainingRun:
+    def _outcome(self, test: dict[str, Any], *, finished: bool, interrupted: bool = False) -> TrainingRun:
         model = self._model.eval().requires_grad_(False)
         return TrainingRun(
             self._config,
@@ -316,6 +314,9 @@ class _Training:
             tuple(self._history),
             test,
             finished,
+            interrupted,
+            self._saved_step,
+            self._steps,
             self._seconds,
             self._folder,
             writes=self._place.rank == 0,
@@ -354,23 +355,6 @@ def _split(data: Dataset, validation: int) -> tuple[Dataset, Dataset]:
     watched = data.select(order[: validation or _MEASURED])
     apart = replace(watched, split="the training split, kept apart" if validation else "those trained on")
     return data.select(order[validation:].sort().values), apart
-
-
-def _optimisers(model: Transformer, c: TrainConfig) -> dict[str, torch.optim.Optimizer]:
-    """Steps on the manifold for orthogonal maps, AdamW for the rest; each group remembers its full rate."""
-    orthogonal = list(manifold_parameters(model))
-    ours = {id(p) for p in orthogonal}
-    rest = [p for p in model.parameters() if id(p) not in ours]
-    fused = all(p.is_cuda for p in rest)
-    optimisers: dict[str, torch.optim.Optimizer] = {
-        "adamw": torch.optim.AdamW(rest, lr=c.lr, weight_decay=c.weight_decay, betas=(0.9, 0.99), fused=fused)
-    }
-    if orthogonal:
-        optimisers["manifold"] = ManifoldStep(orthogonal, lr=c.manifold_lr, momentum=c.momentum)
-    for optimiser in optimisers.values():
-        for group in optimiser.param_groups:
-            group["full_lr"] = group["lr"]
-    return optimisers
 
 
 def _device_name(device: torch.device) -> str:

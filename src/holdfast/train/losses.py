@@ -36,6 +36,11 @@ class Loss(Chosen):
         """Whether it needs the pullback of the pass."""
         return False
 
+    @property
+    def runs_again(self) -> bool:
+        """Whether it runs the model on something else than the pass did."""
+        return self.differentiates
+
     @abstractmethod
     def __call__(self, run: ForwardPass) -> Float[Tensor, ""]:
         """The term, without its weight."""
@@ -45,25 +50,31 @@ class Loss(Chosen):
 @LOSSES.add("cross-entropy")
 @dataclass(frozen=True)
 class CrossEntropy(Loss):
-    """Cross-entropy of (f - margin · e_y) / temperature (as in Prach and Lampert 2022).
+    """Cross-entropy of (f - margin · e_y) / temperature (as in Prach and Lampert 2022), or of this, annealed.
+
+    With p the probability that softmax gives the label, -log p is multiplied by (1 - p)^gamma (Lai et al. 2025, there
+    with temperature 0.75, margin 2 and gamma 5): an input whose margin is large no longer counts, and the network's
+    little slope is spent on those whose margin is not. A margin keeps the others from being given up too early.
 
     Attributes:
         margin: what the label has to lead by.
         temperature: logits of 1-Lipschitz networks are small; a low temperature makes them count.
+        gamma: how soon an input counts less; 0 leaves the cross-entropy as it is.
     """
 
     margin: float = 0.0
     temperature: float = 1.0
+    gamma: float = 0.0
     weight: float = 1.0
 
     kind = "cross-entropy"
 
     def __post_init__(self) -> None:
         _check_temperature(self.temperature)
+        _check_gamma(self.gamma)
 
     def __call__(self, run: ForwardPass) -> Float[Tensor, ""]:
-        handicap = torch.zeros_like(run.logits).scatter(1, run.labels.unsqueeze(1), self.margin)
-        return functional.cross_entropy((run.logits - handicap) / self.temperature, run.labels)
+        return _annealed(run.logits, run.labels, self.margin, self.temperature, self.gamma)
 
 
 @final
@@ -78,20 +89,27 @@ class Emma(Loss):
     Attributes:
         slope: where L comes from.
         radius: in the end.
-        growth: the share of the training after which that is reached.
-        temperature: see `CrossEntropy`.
+        first_radius: at the beginning.
+        growth: the share of the training after which the last radius is reached.
+        margin: see `CrossEntropy`.
+        temperature: see there.
+        gamma: see there.
     """
 
     slope: MarginSlope = field(default_factory=GainsSlope)
     radius: float = 54 / 255
+    first_radius: float = 0.0
     growth: float = 0.5
+    margin: float = 0.0
     temperature: float = 1.0
+    gamma: float = 0.0
     weight: float = 1.0
 
     kind = "emma"
 
     def __post_init__(self) -> None:
         _check_temperature(self.temperature)
+        _check_gamma(self.gamma)
 
     @property
     def differentiates(self) -> bool:
@@ -99,10 +117,11 @@ class Emma(Loss):
 
     def __call__(self, run: ForwardPass) -> Float[Tensor, ""]:
         L = self.slope(run)
-        eps = self.radius * (run.progress / max(self.growth, 1e-9)).clamp(max=1.0)
+        grown = (run.progress / max(self.growth, 1e-9)).clamp(max=1.0)
+        eps = self.first_radius + (self.radius - self.first_radius) * grown
         used_up = (run.margins / L.clamp(min=1e-12)).detach().clamp(min=0.0)
         lifted = run.logits + torch.minimum(used_up, eps) * L
-        return functional.cross_entropy(lifted / self.temperature, run.labels)
+        return _annealed(lifted, run.labels, self.margin, self.temperature, self.gamma)
 
 
 @final
@@ -128,6 +147,10 @@ class Pgd(Loss):
         _check_temperature(self.temperature)
         if self.steps < 1:
             raise InputError(f"steps is {self.steps}; expected at least 1")
+
+    @property
+    def runs_again(self) -> bool:
+        return True
 
     def __call__(self, run: ForwardPass) -> Float[Tensor, ""]:
         def loss(x: Tensor) -> Tensor:
@@ -195,6 +218,10 @@ class ContentFloor(Loss):
         if not self.floor > 0:
             raise InputError(f"floor is {self.floor}; expected a positive number")
 
+    @property
+    def runs_again(self) -> bool:
+        return self.of == "logits"
+
     def __call__(self, run: ForwardPass) -> Float[Tensor, ""]:
         layers = zip(run.model.attentions, run.entering, strict=True)
         if self.of == "logits":
@@ -219,6 +246,21 @@ def _of_length(t: Tensor, length: float, *, at_most: bool = False) -> Tensor:
     return t * ((length / norm).clamp(max=1.0) if at_most else length / norm)
 
 
+def _annealed(logits: Tensor, labels: Tensor, margin: float, temperature: float, gamma: float) -> Float[Tensor, ""]:
+    """The formula of `CrossEntropy`."""
+    if margin:
+        logits = logits - torch.zeros_like(logits).scatter(1, labels.unsqueeze(1), margin)
+    if not gamma:
+        return functional.cross_entropy(logits / temperature, labels)
+    lost = functional.cross_entropy(logits / temperature, labels, reduction="none")
+    return ((-torch.expm1(-lost)) ** gamma * lost).mean()
+
+
 def _check_temperature(temperature: float) -> None:
     if not temperature > 0:
         raise InputError(f"temperature is {temperature}; expected a positive number")
+
+
+def _check_gamma(gamma: float) -> None:
+    if 0 < gamma < 1:
+        raise InputError(f"gamma is {gamma}; expected 0, or at least 1: below, its slope has no limit")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
 
@@ -71,6 +72,17 @@ class ContentMeasurement:
     score_norm: list[float]
 
 
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode, whatever the mode is outside."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
 @torch.no_grad()
 def measure(
     model: Transformer, data: Dataset, slope: MarginSlope, radius: float, device: torch.device, batch: int = 500
@@ -78,7 +90,8 @@ def measure(
     """Clean accuracy, and an estimate of certified accuracy."""
     right = held = torch.zeros((), dtype=torch.int64, device=device)
     for inputs, labels in _batches(data, device, batch):
-        forward_pass = run(model, inputs, labels, differentiate=slope.differentiates)
+        with _evaluating(model):
+            forward_pass = run(model, inputs, labels, differentiate=slope.differentiates)
         # The label is not its own rival.
         lead = (forward_pass.margins - radius * slope(forward_pass)).scatter(1, labels.unsqueeze(1), torch.inf).amin(1)
         right = right + (forward_pass.logits.argmax(1) == labels).sum()
@@ -90,9 +103,10 @@ def measure(
 def measure_content(model: Transformer, data: Dataset, device: torch.device, batch: int = 500) -> ContentMeasurement:
     """What the model makes of the content of its inputs."""
     inputs = data.inputs.to(device)
-    off = content.content_off(model, inputs, batch)
-    right = sum(int((off(x).argmax(1) == labels).sum()) for x, labels in _batches(data, device, batch))
-    use = content.content_use(model, inputs, batch)
+    with _evaluating(model):
+        off = content.content_off(model, inputs, batch)
+        right = sum(int((off(x).argmax(1) == labels).sum()) for x, labels in _batches(data, device, batch))
+        use = content.content_use(model, inputs, batch)
     return ContentMeasurement(right / len(data), use.total_variation.tolist(), use.score_norm.tolist())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -23,19 +24,27 @@ class Accelerated:
         rank: its number; process 0 writes files.
         count: of processes.
         prepare: makes a module, on its device, share its gradients with the other processes.
+        agree: the answer of process 0 to a question that all of them ask.
     """
 
     device: torch.device
     rank: int = 0
     count: int = 1
     prepare: Callable[[Any], Any] = lambda module: module
+    agree: Callable[[bool], bool] = lambda answer: answer
 
 
 def find_place(device: str | None = None) -> Accelerated:
     """The place of this process; a device that is named is used alone, without accelerate."""
     if device is None and find_spec("accelerate") is not None:
-        accelerator = require("accelerate", "hf").Accelerator()
-        return Accelerated(
-            accelerator.device, accelerator.process_index, accelerator.num_processes, accelerator.prepare
-        )
+        accelerate = require("accelerate", "hf")
+        accelerator = accelerate.Accelerator()
+        own, count = accelerator.device, accelerator.num_processes
+        if count > 1:  # its threads must not outlive the interpreter
+            atexit.register(accelerator.end_training)
+
+        def agree(answer: bool) -> bool:
+            return bool(accelerate.utils.broadcast(torch.tensor(answer, device=own))) if count > 1 else answer
+
+        return Accelerated(own, accelerator.process_index, count, accelerator.prepare, agree)
     return Accelerated(check_device(device or ("cuda" if torch.cuda.is_available() else "cpu")))

@@ -21,6 +21,7 @@ from holdfast.errors import InputError
 from holdfast.layers import SelfAttention
 from holdfast.layers.steepness import Steepness, length
 from holdfast.registry import Registry
+from holdfast.train.ball_gains import gain_over_ball
 from holdfast.train.forward import ForwardPass, features
 from holdfast.train.gains import attention_steepness, each_length
 from holdfast.train.tables import Chosen
@@ -48,17 +49,24 @@ class MarginSlope(Chosen):
 class GainsSlope(MarginSlope):
     """The product of the gains of all layers, those of attention at the input, times ‖w_y - w_j‖ of the head.
 
+    With a radius, those of attention over the ball that what enters it can move in, if the input moves by the radius:
+    the price of what content can do there, and not only of its slope at the input (see `holdfast.train.ball_gains`).
+
     Attributes:
+        radius: of the ball; 0 looks at the input alone.
         sample: how many inputs of a batch attention is looked at; the mean of their gains then serves all of them. With
             0 every input has its own.
     """
 
+    radius: float = 0.0
     sample: int = 0
 
     kind = "gains"
     differentiates = False
 
     def __call__(self, run: ForwardPass) -> Float[Tensor, "b classes"]:
+        if self.radius:
+            return pair_norms(run) * _over_ball(run, self.radius, self.sample)
         return pair_norms(run) * _network(run, self.sample, curved=False).gain
 
 
@@ -182,6 +190,21 @@ def _network(run: ForwardPass, sample: int = 0, *, curved: bool = True) -> Steep
         B = known.gain * B + known.curvature * G**2 if curved else math.inf
         G = known.gain * G
     return Steepness(G, B)
+
+
+def _over_ball(run: ForwardPass, radius: float, sample: int) -> Tensor | float:
+    """How far the features move, relative to the radius, (b, 1) or a number: every layer over the ball that it sees."""
+    entering = iter(run.entering)
+    G: Tensor | float = 1.0
+    for layer in (*run.model.body, *run.model.pool):
+        if isinstance(layer, SelfAttention):
+            x = next(entering)[: sample or None]
+            moved = torch.as_tensor(radius * G, device=x.device).expand(len(x), 1).squeeze(-1)
+            gain = gain_over_ball(layer, x, moved)
+            G = G * (gain.mean() if sample else gain.unsqueeze(-1))
+        else:
+            G = G * layer.steepness().gain
+    return G
 
 
 def _each_layer(values: Tensor | float, layers: int, *, mean: bool) -> list[Tensor | float]:

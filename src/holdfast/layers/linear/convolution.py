@@ -26,16 +26,19 @@ class Convolution(Layer):
         d_in: width of the input.
         d_out: width of the output.
         kind: how the map keeps its norm of 1.
+        centred: see `Linear`.
 
     Example:
         >>> Convolution((16, 16), 12, 64)(torch.randn(2, 256, 12)).shape
         torch.Size([2, 256, 64])
     """
 
-    def __init__(self, grid: tuple[int, int], d_in: int, d_out: int, *, kind: MapKind = "orthogonal") -> None:
+    def __init__(
+        self, grid: tuple[int, int], d_in: int, d_out: int, *, kind: MapKind = "orthogonal", centred: bool = False
+    ) -> None:
         super().__init__()
         self.around = Neighbourhoods(grid, d_in)
-        self.map = Linear(self.around.count * d_in, d_out, kind=kind)
+        self.map = Linear(self.around.count * d_in, d_out, kind=kind, centred=centred)
 
     @property
     def gain(self) -> float:
@@ -47,8 +50,10 @@ class Convolution(Layer):
         square = x.reshape(-1, *self.around.grid, self.around.width)
         square = torch.cat([square[:, -1:], square, square[:, :1]], 1)
         square = torch.cat([square[:, :, -1:], square, square[:, :, :1]], 2)
-        convolved = functional.conv2d(square.permute(0, 3, 1, 2), kernel, self.map.bias)
-        return convolved.permute(0, 2, 3, 1).flatten(1, 2)
+        bias = self.map.bias if self.map.centring is None else None
+        convolved = functional.conv2d(square.permute(0, 3, 1, 2), kernel, bias)
+        tokens = convolved.permute(0, 2, 3, 1).flatten(1, 2)
+        return tokens if bias is not None else self.map.shifted(tokens)
 
     def steepness(self) -> Steepness:
         return self.map.steepness()
