@@ -100,6 +100,14 @@ CASES: dict[str, list[tuple[list[Any], tuple[int, ...], dict[str, Any], int]]] =
         ([node("AveragePool", "x", kernel_shape=[2, 2], strides=[2, 1], pads=[1, 0, 1, 0], count_include_pad=1)],
          (1, 2, 4, 4), {}, 17),
     ],
+    "GlobalMaxPool": [([node("GlobalMaxPool", "x")], (1, 2, 4, 4), {}, 17)],
+    "MaxPool": [
+        ([node("MaxPool", "x", kernel_shape=[3, 2], strides=[2, 1], pads=[1, 0, 1, 1], ceil_mode=1)], (1, 2, 4, 4),
+         {}, 17),
+        ([node("MaxPool", "x", kernel_shape=[2], auto_pad="SAME_LOWER")], (1, 2, 7), {}, 17),
+        ([node("MaxPool", "x", kernel_shape=[2], pads=[1, 1], dilations=[3])], (1, 2, 7), {}, 17),
+    ],
+    "ReduceMax": [([node("ReduceMax", "x", axes=[1, 3], keepdims=0)], (1, 2, 3, 4), {}, 17)],
     "MatMul": [([node("MatMul", "x", "c")], (1, 3, 4), {"c": normal(4, 2)}, 17)],
     "Gemm": [
         ([node("Gemm", "x", "a", "b", transB=1, alpha=0.5, beta=2.0)], (1, 4),

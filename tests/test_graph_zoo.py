@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 
-from graph_cases import check, pictures, stirred, tokens
+from graph_cases import OwnForward, attacked, check, pictures, stirred, tokens
+from holdfast.compositions import certify_inputs
 
 Build = Callable[[], nn.Module]
 
@@ -252,6 +253,19 @@ class Hybrid(nn.Module):
         return self.head((x + torch.roll(y, (1, 1), (1, 2))).mean((1, 2)))
 
 
+class Pooled(nn.Module):
+    """Max-pooling with overlap behind BatchNorm and ReLU, attention, and the largest of all tokens."""
+
+    def __init__(self, d: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, d, 3, 2, 1), nn.BatchNorm2d(d), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        self.attention, self.head = nn.MultiheadAttention(d, 2, batch_first=True), nn.Linear(d, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stem(x).flatten(2).mT
+        return self.head((y + self.attention(y, y, y, need_weights=False)[0]).amax(1))
+
+
 # -- networks of the literature, with random weights
 
 
@@ -376,3 +390,14 @@ def test_models_that_people_write(name: str) -> None:
     torch.manual_seed(0)
     build, example = OWN[name]
     check(stirred(build()), example)
+
+
+def test_max_pooling() -> None:
+    """Its forms are nearly the truth: the model's own forward keeps its answer inside, and loses it soon outside."""
+    torch.manual_seed(0)
+    model, example = stirred(Pooled()), pictures()
+    converted = check(model, example)
+    x, own = converted.encode(example)[:1], OwnForward(model, example)
+    (record,) = certify_inputs(converted.network, x, method="forms")
+    inside, outside = (attacked(own, x, record.prediction, r * record.radius) for r in (1.0, 1.1))
+    assert float(outside.min()) < 0 <= float(inside.min())

@@ -29,6 +29,7 @@ from holdfast.layers import (
     Selection,
     SmoothProject,
     TokenMean,
+    WindowMax,
     sll,
     sll_diagonal,
 )
@@ -65,6 +66,18 @@ def test_every_piece_is_exported_and_drawn() -> None:
     assert len(pieces) > 20
     assert pieces - {getattr(holdfast.layers, name) for name in holdfast.layers.__all__} == set()
     assert pieces - set(KINDS) == {Attention}  # it has tests of its own
+
+
+def test_an_entry_counts_in_the_windows_that_it_may_win() -> None:
+    """One entry in four windows, a bit below the largest of each."""
+    windows = torch.tensor([[[0, 1], [0, 2], [0, 3], [0, 4]]])
+    piece, u = WindowMax(windows, (1, 5)), torch.tensor([[0.0, 0.1, 0.1, 0.1, 0.1]]).double()
+    radii = [0.05, 1.0]
+    below, above = bound(Proved(), piece, "reach", u, radii).tolist()
+    assert below == pytest.approx(0.05)
+    moved = piece.value(u + torch.tensor([[1.0, 0, 0, 0, 0]])) - piece.value(u)
+    assert float(moved.norm()) == pytest.approx(1.8)
+    assert 1.8 <= above <= 2.0 + 1e-9
 
 
 @pytest.mark.slow
@@ -283,6 +296,9 @@ WRONG = {
     "order 5 of an activation": lambda: Softplus().supremum(5, radii(0.0), radii(1.0)),
     "input of torch.float32": lambda: Affine(normal(3, 4)).value(torch.zeros(1, 3)),
     "MaxMin got 3 channels": lambda: PairSort().value(normal(1, 3)),
+    "does not choose windows": lambda: WindowMax(torch.zeros(2, 3, 1, dtype=torch.long), (2, 3)),
+    "a window has no entries": lambda: WindowMax(torch.tensor([[[0, 1], [-1, -1]]]), (2, 3)),
+    "these windows are of": lambda: WindowMax(torch.tensor([[[0, 1]]]), (2, 3)).value(normal(3, 2)),
     "made for 2": lambda: TokenMean(2).value(normal(3, 4)),
     "no token 5": lambda: ClassToken(5).value(normal(3, 4)),
     "an image has shape": lambda: PatchEmbedding(normal(5, 1, 2, 2), None, (4, 4)).value(normal(1, 15)),

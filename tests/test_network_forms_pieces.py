@@ -34,6 +34,7 @@ from holdfast.layers import (
     SmoothEntries,
     SmoothProject,
     TokenMean,
+    WindowMax,
 )
 from holdfast.layers.activation.functions import LeakyRelu, activations
 from holdfast.layers.beside import Part, beside
@@ -47,7 +48,7 @@ D, UNITS, CLASSES = 4, 6, 3
 ORDERS = (1, 2, 3)  # of functions that are known as one form, where every piece is smooth
 SMOOTH = ("pre-norm", "post-norm", "norms", "units", "smooth beside", "gated")
 KINDS = (*((kind, most) for kind in SMOOTH for most in ORDERS),)
-KINDS += (("activations", 1), ("entries", 1), ("sorted", 1), ("beside", 1))
+KINDS += (("activations", 1), ("entries", 1), ("sorted", 1), ("maxima", 1), ("beside", 1))
 
 
 def draw(kind: str, seed: int, size: float = 1.0) -> tuple[Network, Tensor]:
@@ -95,6 +96,18 @@ def draw(kind: str, seed: int, size: float = 1.0) -> tuple[Network, Tensor]:
     }
     pool = ClassToken(1) if kind == "post-norm" else TokenMean(3)
     head = Head(dice.normal(CLASSES, D), 0.3 * dice.normal(CLASSES))
+    if kind == "maxima":  # windows that overlap, of three, two and four entries
+        rows = torch.tensor([[0, 1, 2], [1, 2, -1]]).unsqueeze(1)
+        down = torch.where(rows < 0, -1, rows * D + torch.arange(D).unsqueeze(-1))
+        along = torch.tensor([[0, 1, 2, 5], [2, 3, 4, 5], [4, 5, 6, 7]]).unsqueeze(0)
+        stages[kind] = [
+            attention(),
+            WindowMax(down, (3, D)),
+            leaky(0.1),
+            WindowMax(along, (2, D)),
+            Affine(dice.normal(3, D)),
+        ]
+        pool = TokenMean(1)
     if kind == "smooth beside":
         stages[kind] = [*_beside(attention(), norm(), mlp("gelu"))]
     if kind == "beside":

@@ -79,7 +79,7 @@ class NetworkMethod(Method):
         quick: whether it answers soon, whatever the size of the network.
         for_large: whether it does without norms of maps on all tokens, which cost too much for many numbers.
         most_inputs: the most numbers that may move.
-        instead: the name of a composition that reaches farther for less wherever it applies.
+        instead: the name of a composition that reaches about as far for less wherever it applies.
     """
 
     shapes: ClassVar[frozenset[Shape]] = frozenset({"ball"})
@@ -91,6 +91,10 @@ class NetworkMethod(Method):
     @abstractmethod
     def refusal(self, network: Network) -> str | None:
         """Why the composition has no proof for the network, or None where it has one."""
+
+    def takes_long(self, centre: Centre) -> bool:
+        """Whether it is known to take much longer than what is to be asked `instead`."""
+        return False
 
     @abstractmethod
     def __call__(self, centre: Centre, beyond: Float64[Tensor, " b"] | None = None, aim: Aim = LARGEST_BALL) -> Radii:

@@ -27,11 +27,11 @@ class BestComposition(NetworkMethod):
     The quick composition goes first, then the others, those first that usually reach farther; where boxes are asked
     for, those that bound margins over boxes. Each one guesses whether it certifies more than is known already (see
     `Composition`), and proves only if so. Every radius that is returned is proved. A radius that a guess misses is
-    lost, and a composition that names a better one (`instead`) is skipped where that one has proved a radius.
+    lost. Balls around boxes are tried unless first order alone says that they hold too much.
 
-    Where attention acts on so many numbers that the others take minutes, the quick one is all that is tried, unless
-    there is a deadline: it is then improved until the deadline, and the best so far counts. `unfinished` says what was
-    left out.
+    Two things are left out unless there is a deadline, and `unfinished` names them: where attention acts on so many
+    numbers that the others take minutes, all but the quick one; and a composition that takes long, where another one
+    that it names (`instead`) has proved a radius. With a deadline they are tried until it, and the best so far counts.
     """
 
     name = "best"
@@ -44,11 +44,10 @@ class BestComposition(NetworkMethod):
 
     def __call__(self, centre: Centre, beyond: Float64[Tensor, " b"] | None = None, aim: Aim = LARGEST_BALL) -> Radii:
         answers: list[Radii] = []
-        boxed = False  # whether the boxes themselves were proved
         methods, notes, unfinished = _chosen(centre, aim.threat)
         for place, method in enumerate(methods):
-            if method.through(aim.threat) is not None and boxed:
-                break  # the ball around a box holds so much more that it hardly ever certifies more
+            if method.through(aim.threat) is not None and beyond is not None and _hopeless(centre, beyond, aim.threat):
+                continue
             if answers and beyond is not None and aim.at and bool((beyond >= max(aim.at)).all()):
                 break  # no more is asked
             if centre.overdue and answers:
@@ -56,15 +55,18 @@ class BestComposition(NetworkMethod):
                 unfinished.append(f"the time was over before {names} could be tried")
                 break
             done = {one.methods[0] for one in answers if bool((one.radius > 0).all())}
-            if method.instead in done:
-                continue
             try:
+                if method.instead in done and centre.deadline == math.inf and method.takes_long(centre):
+                    unfinished.append(
+                        f"{method.name} may reach farther than {method.instead}, but takes much longer and was not "
+                        "tried; call it by its name, or let seconds_per_input (--seconds-per-input) say for how long"
+                    )
+                    continue
                 answers.append(method(centre, beyond, aim))
             except (MemoryLimitError, NotApplicableError) as reason:
                 notes.append(str(reason))
             else:
                 unfinished += answers[-1].unfinished
-                boxed |= "box" in method.shapes and bool((answers[-1].radius > 0).all())
                 beyond = answers[-1].radius if beyond is None else torch.maximum(beyond, answers[-1].radius)
         if not answers:
             raise NotApplicableError("no composition applies: " + "; ".join(notes))
@@ -103,6 +105,13 @@ def _chosen(centre: Centre, threat: Threat) -> tuple[list[NetworkMethod], list[s
         boxed = [m for m in methods if "box" in m.shapes and m.refusal(centre.network) is None]
         methods = boxed + [method for method in methods if method not in boxed]
     return methods, notes, unfinished
+
+
+def _hopeless(centre: Centre, known: Float64[Tensor, " b"], threat: Threat) -> bool:
+    """Whether the balls around boxes of the known radii are so large that first order alone takes all margins."""
+    reach = centre.first_order_radius / math.sqrt(centre.x[0].numel())
+    known = torch.where(centre.margin > 0, known, torch.inf)  # where nothing leads, there is nothing to find
+    return bool((known >= (reach if threat.clip is None else 2 * reach)).all())  # clipping may halve a box
 
 
 def _replaced(method: NetworkMethod, centre: Centre) -> bool:

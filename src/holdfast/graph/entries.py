@@ -136,6 +136,8 @@ class EntryReader:
 
     def settled(self, x: Value) -> Value:
         """Tokens (1, n, d) as a point of their own, so that a branch and what it is added to begin at the same one."""
+        if isinstance(x, EntryFormula) and len(x.value.shape) == 3 and recognise(x.formula) is not None:
+            x = self._activated(x)
         if not isinstance(x, Moving) or len(x.shape) != 3 or x.is_point():
             return x
         return structure.matrix_of(x).view(x.shape)

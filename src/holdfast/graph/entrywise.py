@@ -114,6 +114,12 @@ def recognise(formula: Polynomial) -> Recognised | None:
     return _logistic(formula) or _leaky(formula)
 
 
+def rising(formula: Polynomial) -> bool:
+    """Whether it is known to be a function that never falls."""
+    known = recognise(formula)
+    return known is not None and min(known.phi.all_slopes) >= 0 and known.before * known.after >= 0
+
+
 def _multiple(formula: Polynomial, known: Polynomial) -> tuple[float, float] | None:
     """(s, a), where the formula is a · known(s x)."""
     slope, reference = _inner(formula), _inner(known)

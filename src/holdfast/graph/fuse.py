@@ -19,6 +19,7 @@ from holdfast.layers.norm.piece import LayerNorm, RMSNorm
 from holdfast.layers.perceptron.piece import KinkedMlp, Mlp
 from holdfast.layers.piece import Piece
 from holdfast.layers.tokens.embedding import AddPositions
+from holdfast.layers.tokens.maxima import WindowMax
 from holdfast.layers.tokens.pooling import TokenMean
 from holdfast.layers.tokens.selection import Scale, Selection
 from holdfast.network.network import Residual
@@ -82,6 +83,8 @@ def _joint(a: Piece, b: Piece) -> Piece | None:
         case Selection(), Selection():
             chosen = a.index.flatten()[b.index.clamp(min=0)]
             return Selection(torch.where(b.index < 0, -1, chosen), a.shape)
+        case Selection(), WindowMax() if int(a.index.min()) >= 0:
+            return WindowMax(torch.where(b.index < 0, -1, a.index.flatten()[b.index]), a.shape)
     return None
 
 

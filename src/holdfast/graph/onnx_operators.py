@@ -238,19 +238,22 @@ def _pad(call: Call) -> Tensor:
 # -- sums and maps
 
 
-@_operator("ReduceMean", "ReduceSum")
+@_operator("ReduceMean", "ReduceSum", "ReduceMax")
 def _reduce(call: Call) -> Tensor:
     x, axes = call.tensor(0), call.option("axes", 1, None)
     if not axes and call.get("noop_with_empty_axes", 0):
         return x
     dims, keep = list(axes or range(x.ndim)), bool(call.get("keepdims", 1))
+    if call.operator == "ReduceMax":
+        return x.amax(dims, keep)
     return x.mean(dims, keep) if call.operator == "ReduceMean" else x.sum(dims, keep)
 
 
-@_operator("GlobalAveragePool")
+@_operator("GlobalAveragePool", "GlobalMaxPool")
 def _global_pool(call: Call) -> Tensor:
     x = call.tensor(0)
-    return x.mean(list(range(2, x.ndim)), True)
+    dims = list(range(2, x.ndim))
+    return x.mean(dims, True) if call.operator == "GlobalAveragePool" else x.amax(dims, True)
 
 
 @_operator("Gemm")
@@ -284,18 +287,28 @@ def _conv(call: Call) -> Tensor:
     return convolve(x, w, call.optional(2), strides, before, dilations, int(call.get("group", 1)))
 
 
-@_operator("AveragePool")
-def _average_pool(call: Call) -> Tensor:
+@_operator("AveragePool", "MaxPool")
+def _pool(call: Call) -> Tensor:
     x, kernel = call.tensor(0), list(call.attributes["kernel_shape"])
-    dims = x.ndim - 2
-    if dims != 2 or any(d != 1 for d in call.get("dilations", [1])):
-        refuse("averages windows of other than two dimensions, or with gaps")
-    strides = list(call.get("strides", [1] * dims))
-    before, after = _sides(call, x, kernel, strides, [1] * dims)
-    if before != after:
-        refuse("averages windows of different sizes")
+    dims, largest = x.ndim - 2, call.operator == "MaxPool"
+    if dims not in (1, 2) or call.outputs > 1:
+        refuse("pools over other than one or two dimensions, or tells where the largest entries are")
+    strides, dilations = (list(call.get(name, [1] * dims)) for name in ("strides", "dilations"))
+    if max(dilations) > 1 and call.get("auto_pad", "NOTSET").startswith("SAME"):
+        refuse("pads windows with gaps by auto_pad, which is not the same everywhere; give pads")
+    before, after = _sides(call, x, kernel, strides, dilations)
+    ceil = bool(call.get("ceil_mode", 0))
+    if largest:
+        if before != after or any(2 * p > k for p, k in zip(before, kernel, strict=True)):
+            sides = [side for i in reversed(range(dims)) for side in (before[i], after[i])]
+            x, before = functional.pad(x, sides, value=-math.inf), [0] * dims
+        pool = functional.max_pool1d if dims == 1 else functional.max_pool2d
+        return pool(x, kernel, strides, before, dilations, ceil)
+    if before != after or any(d != 1 for d in dilations):
+        refuse("averages windows with gaps, or padded on one side")
     counted = bool(call.get("count_include_pad", 0))
-    return functional.avg_pool2d(x, kernel, strides, before, bool(call.get("ceil_mode", 0)), counted)
+    average = functional.avg_pool1d if dims == 1 else functional.avg_pool2d
+    return average(x, kernel, strides, before, ceil, counted)
 
 
 def _sides(

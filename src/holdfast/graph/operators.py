@@ -14,6 +14,8 @@ from holdfast.graph.entrywise import FUNCTIONS, Polynomial, X, function
 from holdfast.graph.reader import Reader
 from holdfast.graph.rearranging import MOVING, pad
 from holdfast.graph.table import OPERATORS, Operator, as_value, for_dimensions, operator, shape_of
+from holdfast.graph.values import broadcast
+from holdfast.graph.windows import adaptive, sliding
 
 __all__ = ["MOVING", "OPERATORS"]
 
@@ -201,25 +203,70 @@ def _convolution(reader: Reader, target: Any, x: Value, weight: Value, bias: Val
     return output
 
 
-@operator("avg_pool2d")
+# -- pooling
+
+
+@operator("avg_pool1d", "avg_pool2d")
 def _avg_pool(reader: Reader, target: Any, x: Value, kernel: Any, stride: Any = None, padding: Any = 0,
               ceil_mode: bool = False, count_include_pad: bool = True,
               divisor: int | None = None) -> Value:  # fmt: skip
-    size = for_dimensions(kernel, 2)
-    if ceil_mode or (not count_include_pad and any(for_dimensions(padding, 2))):
-        refuse("averages windows of different sizes")
-    channels = shape_of(x)[1]
+    channels, *sizes = shape_of(x)[1:]
+    dims = len(sizes)
+    size = for_dimensions(kernel, dims)
+    if ceil_mode or (not count_include_pad and any(for_dimensions(padding, dims))):  # windows of different sizes
+        given = (kernel, stride or kernel, padding, ceil_mode, count_include_pad, *([divisor] if dims == 2 else ()))
+        return reader.pixel_map(x, lambda pixels: target(pixels, *given))
     weight = torch.full((channels, 1, *size), 1 / (divisor or math.prod(size)), dtype=torch.float64)
-    return reader.convolution(
-        x, weight, None, for_dimensions(stride or kernel, 2), for_dimensions(padding, 2), [1, 1], channels
+    options = [for_dimensions(o, dims) for o in (stride or kernel, padding)]
+    return reader.convolution(x, weight, None, options[0], options[1], [1] * dims, channels)
+
+
+@operator("adaptive_avg_pool1d", "adaptive_avg_pool2d", "_adaptive_avg_pool2d")
+def _adaptive_avg_pool(reader: Reader, target: Any, x: Value, size: Any) -> Value:
+    dims = len(shape_of(x)) - 2
+    if for_dimensions(size, dims) == [1] * dims:
+        return reader.mean(x, list(range(-dims, 0)), True)
+    return reader.pixel_map(x, lambda pixels: target(pixels, size))
+
+
+@operator("max_pool1d", "max_pool2d", "max_pool1d_with_indices", "max_pool2d_with_indices")
+def _max_pool(reader: Reader, target: Any, x: Value, kernel: Any, stride: Any = None, padding: Any = 0,
+              dilation: Any = 1, ceil_mode: bool = False) -> Any:  # fmt: skip
+    sizes = shape_of(x)[2:]
+    options = zip(
+        sizes, *(for_dimensions(o, len(sizes)) for o in (kernel, stride or kernel, padding, dilation)), strict=True
     )
+    pooled = reader.max_pool(x, [sliding(*o, ceil=ceil_mode) for o in options])
+    return (pooled,) if target._schema.name.endswith("indices") else pooled
 
 
-@operator("adaptive_avg_pool2d", "_adaptive_avg_pool2d")
-def _adaptive(reader: Reader, target: Any, x: Value, size: Any) -> Value:
-    if for_dimensions(size, 2) != [1, 1]:
-        refuse("averages adaptive windows; only the mean of all pixels is known")
-    return reader.mean(x, [-2, -1], True)
+@operator("adaptive_max_pool1d", "adaptive_max_pool2d")
+def _adaptive_max_pool(reader: Reader, target: Any, x: Value, outputs: Any) -> Any:
+    sizes = shape_of(x)[2:]
+    pairs = zip(sizes, for_dimensions(outputs, len(sizes)), strict=True)
+    return (reader.max_pool(x, [adaptive(*pair) for pair in pairs]),)
+
+
+@operator("amax", "amin")
+def _amax(reader: Reader, target: Any, x: Value, dims: Any = (), keepdim: bool = False) -> Value:
+    return _extreme(reader, target, x, [dims] if isinstance(dims, int) else list(dims), keepdim)
+
+
+@operator("max", "min", "maximum", "minimum")
+def _max(reader: Reader, target: Any, x: Value, other: Any = None, keepdim: bool = False) -> Any:
+    if isinstance(other, Value):  # of two tensors
+        shape = broadcast(shape_of(x), shape_of(other))
+        pair = [reader.rearranged(part, lambda t: t.expand(shape)) for part in (x, other)]
+        return _extreme(reader, target, reader.joined(pair, lambda parts: torch.stack(parts, -1)), [-1], False)
+    if other is None:
+        return _extreme(reader, target, x, [], False)
+    return (_extreme(reader, target, x, [other], keepdim),)
+
+
+def _extreme(reader: Reader, target: Any, x: Value, dims: list[int], keepdim: bool) -> Value:
+    if "min" not in target._schema.name:
+        return reader.maximum(x, dims, keepdim)
+    return reader.negative(reader.maximum(reader.negative(x), dims, keepdim))
 
 
 # -- normalisations
@@ -293,20 +340,6 @@ def _by_statistics(
 @operator("softmax", "_softmax", "_safe_softmax")
 def _softmax(reader: Reader, target: Any, x: Value, dim: int, *rest: Any, **kwargs: Any) -> Value:
     return reader.softmax(x, dim)
-
-
-@operator("amax")
-def _amax(reader: Reader, target: Any, x: Value, dims: Any = (), keepdim: bool = False) -> Value:
-    if isinstance(dims, int) or len(dims) == 1:
-        return reader.maximum(x, dims if isinstance(dims, int) else dims[0], keepdim)
-    refuse("takes a maximum over several dimensions")
-
-
-@operator("max")
-def _max(reader: Reader, target: Any, x: Value, dim: Any = None, keepdim: bool = False) -> Any:
-    if not isinstance(dim, int):
-        refuse("takes a maximum of everything, or of two tensors")
-    return (reader.maximum(x, dim, keepdim),)
 
 
 @operator("scaled_dot_product_attention")

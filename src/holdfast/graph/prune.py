@@ -24,6 +24,7 @@ from holdfast.layers.perceptron.piece import KinkedMlp, Mlp
 from holdfast.layers.piece import Piece
 from holdfast.layers.product import Product
 from holdfast.layers.tokens.embedding import AddPositions
+from holdfast.layers.tokens.maxima import WindowMax
 from holdfast.layers.tokens.pooling import ClassToken, TokenMean
 from holdfast.layers.tokens.selection import Scale, Selection
 from holdfast.network.network import Residual, run
@@ -76,7 +77,7 @@ def _rows(stage: Stage, needed: Rows, n: int) -> Rows | None:
         return needed
     if isinstance(stage, ClassToken):
         return torch.tensor([stage.index])
-    if isinstance(stage, Selection):
+    if isinstance(stage, Selection | WindowMax):
         entries = stage.index[needed].flatten()
         return _distinct(entries[entries >= 0] // stage.shape[1])
     return torch.arange(stage.skip, n) if isinstance(stage, TokenMean) else None
@@ -89,7 +90,7 @@ def _distinct(*rows: Rows) -> Rows:
 
 
 def _pools(stage: Stage) -> bool:
-    return isinstance(stage, ClassToken | Selection | TokenMean)
+    return isinstance(stage, ClassToken | Selection | TokenMean | WindowMax)
 
 
 def _pooled(stage: Stage, needed: Rows, rows: Rows, shape: tuple[int, int]) -> list[Stage]:
@@ -97,10 +98,11 @@ def _pooled(stage: Stage, needed: Rows, rows: Rows, shape: tuple[int, int]) -> l
     if isinstance(stage, TokenMean):
         return [TokenMean(len(rows))]
     d = shape[1]
-    index = stage.index[needed] if isinstance(stage, Selection) else rows.unsqueeze(-1) * d + torch.arange(d)
+    whole = rows.unsqueeze(-1) * d + torch.arange(d)
+    index = stage.index[needed] if isinstance(stage, Selection | WindowMax) else whole
     row, column = index // d, index % d
-    moved = torch.where(index < 0, -1, torch.searchsorted(rows, row.clamp(min=0)) * d + column)
-    return [*choice(moved, (len(rows), d))]
+    moved = torch.where(index < 0, -1, torch.searchsorted(rows, row.clamp(min=0).contiguous()) * d + column)
+    return [WindowMax(moved, (len(rows), d))] if isinstance(stage, WindowMax) else [*choice(moved, (len(rows), d))]
 
 
 def _chosen(rows: Rows, shape: tuple[int, int]) -> list[Stage]:

@@ -7,22 +7,25 @@ as a function of what moves, or refuses; nothing depends on names of classes or 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import final
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from holdfast.graph import structure
 from holdfast.graph.attend import Attended, attend
 from holdfast.graph.entries import EntryReader, MeanSquare, RowMaximum, Value, refuse
-from holdfast.graph.entrywise import EntryFormula, X
+from holdfast.graph.entrywise import EntryFormula, X, rising
 from holdfast.graph.memory import remembered
 from holdfast.graph.scores import Scores, product, refuse_attention
-from holdfast.graph.values import Map, Moving, Term, broadcast
+from holdfast.graph.values import FIXED, Map, Moving, Term, broadcast
+from holdfast.graph.windows import Table, together
 from holdfast.layers.norm.piece import LayerNorm, RMSNorm
 from holdfast.layers.tokens.embedding import PatchEmbedding
+from holdfast.layers.tokens.maxima import WindowMax
 from holdfast.layers.tokens.pooling import TokenMean
 
 
@@ -165,6 +168,63 @@ class Reader(EntryReader):
         centred = self.moving(self.subtract(value, self.mean(value, [-1], True)))
         return MeanSquare(centred, d / (d - correction), 0.0, keepdim)
 
+    def pixel_map(self, x: Value, pool: Callable[[Tensor], Tensor]) -> Value:
+        """A linear map of the pixels of (1, channels, …), the same for all channels, by what it does to single ones."""
+        value = self.moving(x)
+        pixels = value.shape[2:]
+        ones = torch.eye(math.prod(pixels), dtype=torch.float64).reshape(-1, 1, *pixels)
+        pooled = pool(ones)
+        flat = self.linear(value.rearranged(lambda t: t.flatten(2)), pooled.flatten(1).mT)
+        return self.rearranged(flat, lambda t: t.reshape(*t.shape[:2], *pooled.shape[2:]))
+
+    # -- maxima
+
+    def maximum(self, x: Value, dims: Sequence[int], keepdim: bool) -> Value:
+        """The largest entries along some dimensions; along all of them where none is named."""
+        if isinstance(x, Scores) and not x.normalised and len(dims) == 1:
+            return RowMaximum(x, dims[0], keepdim)
+        shape = x.value.shape if isinstance(x, EntryFormula) else x.shape
+        gone = sorted({dim % len(shape) for dim in dims}) or list(range(len(shape)))
+        kept = [dim for dim in range(len(shape)) if dim not in gone]
+        index = torch.arange(math.prod(shape)).reshape(shape).permute(*kept, *gone)
+        index = index.reshape(*(shape[dim] for dim in kept), -1)
+        out = [1 if dim in gone else size for dim, size in enumerate(shape) if keepdim or dim in kept]
+        return self.rearranged(self._largest(x, index), lambda t: t.reshape(out))
+
+    def max_pool(self, x: Value, tables: Sequence[Table]) -> Value:
+        """The largest entries of windows of (b, channels, …): of the places that they take along each dimension."""
+        last = self.rearranged(x, lambda t: t.movedim(1, -1))
+        shape = last.value.shape if isinstance(last, EntryFormula) else last.shape
+        windows = together(tables, shape[1:-1]).unsqueeze(-2)
+        channels = torch.arange(shape[-1]).unsqueeze(-1)
+        every = torch.arange(shape[0]).reshape(-1, *(1 for _ in windows.shape))
+        index = (every * math.prod(shape[1:-1]) + windows) * shape[-1] + channels
+        return self.rearranged(self._largest(last, index.where(windows >= 0, -1)), lambda t: t.movedim(-1, 1))
+
+    def _largest(self, x: Value, index: Int64[Tensor, "*shape w"]) -> Value:
+        """The largest of some entries of the flattened tensor; -1 for none."""
+        if isinstance(x, EntryFormula) and rising(x.formula):  # a function that never falls may come afterwards
+            pooled = self._largest(x.value, index)
+            assert isinstance(pooled, Moving)
+            return EntryFormula(pooled, x.formula)
+        value = self.moving(x)
+        if index.shape[-1] == 1:
+            return value.rearranged(lambda t: t.flatten()[index.squeeze(-1)])
+        never = (value.row == FIXED) & (value.constant == -math.inf)
+        if bool(never.any()):  # what a model pads by
+            index = index.where((index >= 0) & ~never.flatten()[index], -1)
+            value = replace(value, constant=value.constant.masked_fill(never, 0.0), memory={})
+        point = value.point
+        if value.plain and not bool((value.row == FIXED).any()):
+            index = index.where(index < 0, value.entries.flatten()[index])
+        else:
+            point = structure.matrix_of(value)
+        *lead, w = index.shape
+        windows = index.reshape(-1, lead[-1] if lead else 1, w)
+        piece = WindowMax(windows, point.shape)
+        size = (windows.shape[0], windows.shape[1])
+        return structure.through(point, size, piece, label="maximum").view(lead)
+
     # -- normalisations
 
     def layer_norm(self, x: Value, size: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Value:
@@ -203,12 +263,6 @@ class Reader(EntryReader):
         return value if shift is None else value.shifted(shift.reshape(shape))
 
     # -- attention
-
-    def maximum(self, x: Value, dim: int, keepdim: bool) -> Value:
-        """The largest entries along a dimension."""
-        if isinstance(x, Scores) and not x.normalised:
-            return RowMaximum(x, dim, keepdim)
-        refuse("takes a maximum of something that moves")
 
     def softmax(self, x: Value, dim: int) -> Value:
         if isinstance(x, Tensor):

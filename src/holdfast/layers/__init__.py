@@ -32,6 +32,7 @@ from holdfast.layers.tokens.arrangement import (
     shift_scores,
 )
 from holdfast.layers.tokens.embedding import AddPositions, PatchEmbedding, Place, PositionCodes
+from holdfast.layers.tokens.maxima import WindowMax
 from holdfast.layers.tokens.normalise import Normalise
 from holdfast.layers.tokens.pooling import ClassToken, Flatten, MeanPool, TokenMean
 from holdfast.layers.tokens.selection import Rearrangement, Scale, Selection
@@ -83,6 +84,7 @@ __all__ = [
     "SmoothProject",
     "TokenMean",
     "UnitRowHead",
+    "WindowMax",
     "manifold_parameters",
     "plain",
     "shift_scores",

@@ -34,6 +34,7 @@ from holdfast.layers import (
     SmoothEntries,
     SmoothProject,
     TokenMean,
+    WindowMax,
     sll,
     sll_diagonal,
 )
@@ -95,6 +96,15 @@ def _patches(dice: Dice, size: float) -> tuple[Piece, Tensor]:
 def _selection(dice: Dice, size: float, n: int, d: int) -> Piece:
     """Entries in any places, some of them twice, some left out."""
     return Selection(dice.integers(-1, n * d, (dice.pick(1, 3), dice.pick(2, 5))), (n, d))
+
+
+def _windows(dice: Dice, size: float, n: int, d: int) -> Piece:
+    """Windows of any entries, which overlap, or of neighbours, which do not."""
+    if dice.pick(False, True):
+        return WindowMax(torch.arange(n * d).reshape(n, d // 2, 2), (n, d))
+    index = dice.integers(-1, n * d, (dice.pick(1, 3), dice.pick(1, 2), dice.pick(2, 4)))
+    index[..., 0] = index[..., 0].clamp(min=0)
+    return WindowMax(index, (n, d))
 
 
 def _entries(dice: Dice, names: tuple[str, ...], d: int) -> Piece:
@@ -169,6 +179,7 @@ KINDS: Mapping[type[Piece], Callable[[Dice, float], tuple[Piece, Tensor]]] = Map
         SmoothBeside: _part(Mlp),
         SmoothEntries: _on_tokens(lambda dice, size, n, d: _entries(dice, _SMOOTH, d)),
         SmoothProject: _on_tokens(lambda dice, size, n, d: SmoothProject(size)),
+        WindowMax: _on_tokens(_windows),
     }
 )
 

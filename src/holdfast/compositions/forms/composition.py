@@ -18,6 +18,7 @@ from holdfast.network.centre import Centre
 from holdfast.network.network import Network
 
 _STEP = 1e-2  # of a radius, where its rests are settled
+_LONG = 3e8  # numbers of third orders of all functions: what takes seconds
 
 
 @final
@@ -41,6 +42,10 @@ class Forms(Composition):
 
     def refusal(self, network: Network) -> str | None:
         return refusal(network)
+
+    def takes_long(self, centre: Centre) -> bool:
+        walk, p = (one := Margins(centre.network, centre.x[0])).walk, one.region.p
+        return p**3 * sum(walk.local(i).scalars for i in walk.curved) > _LONG
 
     def _curve(self, centre: Centre) -> Curve:
         return _least(_margins(centre, None))

@@ -13,9 +13,9 @@ from holdfast.compositions.forms.local import Local
 from holdfast.compositions.forms.normalised import Normalised
 from holdfast.compositions.forms.smooth import SmoothUnits
 from holdfast.compositions.forms.softmax import Softmax
-from holdfast.compositions.forms.units import Entries, Hidden, SortedPairs
+from holdfast.compositions.forms.units import Entries, Hidden, SortedPairs, Windows
 from holdfast.compositions.forms.waiting import SmoothWaiting, Waiting
-from holdfast.layers.activation.functions import Absolute, Square
+from holdfast.layers.activation.functions import Absolute, Relu, Square
 from holdfast.layers.activation.piece import KinkedEntries, SmoothEntries
 from holdfast.layers.attention.piece import Attention
 from holdfast.layers.beside import KinkedBeside, SmoothBeside
@@ -25,6 +25,7 @@ from holdfast.layers.perceptron.piece import KinkedMlp, Mlp
 from holdfast.layers.piece import LinearPiece, Piece
 from holdfast.layers.product import Product
 from holdfast.layers.projection import SmoothProject
+from holdfast.layers.tokens.maxima import WindowMax
 from holdfast.network.network import Network
 
 #: A piece at a point (n, d); None where this piece of its kind has no forms.
@@ -43,6 +44,7 @@ _kinds: dict[type[Piece], Kind] = {
     LayerNorm: lambda piece, u: Normalised(u, piece),
     RMSNorm: lambda piece, u: Normalised(u, piece),
     SmoothProject: lambda piece, u: Normalised(u, piece),
+    WindowMax: lambda piece, u: Kinks(u, Windows(piece, u), Relu.all_slopes),
 }
 
 #: What of a piece of a kind has no forms all the same, or None.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from holdfast.compositions.forms.local import Local, Problem, Rests, Size
 from holdfast.compositions.forms.suprema import Squares, hinges, worth
-from holdfast.compositions.forms.units import Wiring, Written, spread
+from holdfast.compositions.forms.units import Links, Written
 from holdfast.layers.activation.base import Activation
 from holdfast.layers.activation.functions import Absolute, LeakyRelu, Relu
 from holdfast.linalg import Ball
@@ -55,7 +55,7 @@ class Kinks(Local):
         slopes: left and right of zero.
     """
 
-    def __init__(self, u: Tensor, wiring: Wiring, slopes: tuple[float, float]) -> None:
+    def __init__(self, u: Tensor, wiring: Links, slopes: tuple[float, float]) -> None:
         self.u, self._wiring, self._sides = u, wiring, slopes
         self._t, (low, high) = wiring.before(u), slopes
         self._strength = (high - low) * (1 + 1e-15)
@@ -77,6 +77,9 @@ class Kinks(Local):
     def numbers(self) -> int:
         return len(self._tokens) * self.stride
 
+    def touched(self, tokens: Tensor) -> Tensor:
+        return self._wiring.touched(tokens)
+
     def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
         low, high = torch.tensor(self._sides, dtype=torch.float64)
         return self._wiring.pull(C, Ball.exact(torch.where(self.positive, high, low)))
@@ -87,7 +90,7 @@ class Kinks(Local):
         t = self._t[tokens]
         self._distance = down(t.mid.abs() - t.rad).flatten()  # may be negative, by no more than rounding
         self._farthest = up(t.mid.abs() + t.rad).flatten()
-        C = spread(self._wiring.read(), tokens, len(self.u))
+        C = self._wiring.functions(tokens, len(self.u))
         return C, torch.zeros(len(C), dtype=torch.float64)
 
     def place(self, X: Tensor, first: Tensor) -> None:
@@ -108,6 +111,9 @@ class Kinks(Local):
         self._ceiling, self._rows = ceiling[self._open], self._x[self._open]
         begin = self._farthest + other + (self._farthest + other) * 1e-15
         self._begin = begin[self._open]
+        self._over = (self._reach - self._threshold).clamp(min=0.0)
+        self._over = self._over.where(self._leading(self._over), 0.0)  # of units that share a rest, the largest counts
+        self._sure = self._leading(self._reach - self._begin)
         self._cube = size.cube(self._rows)
         self._squares = Squares(self._rows, self._open // self.stride)
         self._wrong = (-self._distance).clamp(min=0.0)  # a unit on the other side of its kink than its slope says
@@ -118,6 +124,14 @@ class Kinks(Local):
         steep = max(map(abs, self._sides))
         units = float(torch.linalg.vector_norm(reach + torch.maximum(low, high))) * steep
         return self._wiring.grown(moved, units) * (1 + 1e-10)
+
+    def _leading(self, size: Tensor) -> Tensor:
+        """Which of the open units are the largest of those with which they share a rest."""
+        every = size.new_full((self._x.shape[0],), -torch.inf)
+        every[self._open] = size
+        groups = every.reshape(-1, self._wiring.shared)
+        chosen = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, groups.argmax(1, keepdim=True), True)
+        return chosen.flatten()[self._open]
 
     def seen(self, mu: Tensor) -> tuple[Tensor, float]:
         written = Written.of(self._wiring, mu[:, self._tokens])
@@ -146,7 +160,7 @@ class Kinks(Local):
 
     def _most(self, w: Tensor, enough: Tensor | None) -> Tensor:
         """Bounds of Σ_u w_u (x_u·b - t'_u)₊, the least of a few choices of the parabolas, and by subsets."""
-        most: Tensor = w @ (self._reach - self._threshold).clamp(min=0.0) * (1 + 1e-10)
+        most: Tensor = w @ self._over * (1 + 1e-10)
         large = worth(most, enough)
         if len(large) and w.shape[-1]:
             most[large] = torch.minimum(most[large], self._joint(w[large]))
@@ -176,7 +190,7 @@ class Kinks(Local):
         problem.reach = torch.cat([problem.reach, self._reach[used]])
         problem.ceiling = torch.cat([problem.ceiling, self._ceiling[used]])
         gain = prepared.c[s, self._open] * (1 - 1e-12) - error * (1 + 1e-12)
-        used = (gain > 0) & (self._reach > self._begin)
+        used = (gain > 0) & (self._reach > self._begin) & self._sure
         problem.gain = torch.cat([problem.gain, gain[used]])
         problem.rising = torch.cat([problem.rising, self._rows[used]])
         problem.begin = torch.cat([problem.begin, self._begin[used]])

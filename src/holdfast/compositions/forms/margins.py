@@ -29,6 +29,7 @@ _SLIGHT = 0.005  # a rest of this share of a function's first order is not made 
 _LITTLE = 0.02  # of a margin: what a place takes of it is not made smaller, where rests are bounded roughly
 _GLANCES, _GLANCE = 16, 0.02  # scales that are glanced at, at most, and the precision at which that ends
 _BEGIN = 0.75  # the first scale that is tried, as a share of the first-order one
+_FALL = 3.0  # of a scale at which nothing is proved; its powers where that has happened before
 _FAR, _BLIND = 4.0, 10  # a scale beyond which the search goes down by square roots, so often at most
 _SETTLED, _TRIALS, _PROOFS = 8, 8, 4  # scales for which rests are settled, tried for each, and proved at most
 _GUESS = 0.08  # the precision of the scale at which the search begins
@@ -316,13 +317,13 @@ class Margins:
         most = float(ends.min())
         if not (math.isfinite(most) and most > 0):
             return 0.0
-        if _BEGIN * most <= known:
+        if most <= known * (1 + precision):
             return known if self.at(known).least > 0 else 0.0
         if self.region.p > _LARGE and self.region.sides is None:
             roughly = self._glanced(most, _ROUGH * known)
         else:
             with self._roughly():  # tells where to begin
-                roughly = self._searched(_BEGIN * most, most, 0.0, max(precision, _GUESS), _ROUGH * known)
+                roughly = self._searched(max(_BEGIN * most, known), most, 0.0, max(precision, _GUESS), _ROUGH * known)
         if roughly * (1 + precision) >= most:
             return roughly
         begin = min(_BEGIN * most, _FARTHER * roughly) if roughly > 0 else _BEGIN * most
@@ -349,7 +350,7 @@ class Margins:
 
     def _searched(self, scale: float, most: float, proved: float, precision: float, known: float) -> float:
         """The largest scale that is proved, from one that is tried first; at least the one that is proved already."""
-        first, failed, settled = most, False, 0
+        first, failed, settled, falls = most, False, 0, 0
         near = _NEARER if self._batches.expanded else _NEAR
         for _ in range(_SETTLED + _BLIND):
             try:
@@ -363,11 +364,12 @@ class Margins:
             if proved == 0 and scale > _FAR:  # margins hardly change to first order, which says nothing of where
                 scale = max(known, math.sqrt(scale))
                 continue
-            settled += 1
+            settled += proved > 0
             if settled == _SETTLED or most <= proved * (1 + precision * (near if failed else 1.0)) or most <= known:
                 break
-            if failed and proved == 0:
-                scale = max(known, most / 3)
+            if failed and proved == 0:  # nothing tells how much smaller the scale must be: faster and faster
+                falls += 1
+                scale = max(known, most / _FALL**falls)
             elif proved < scale:
                 scale = _meeting(first, scale, proved)
             elif failed:

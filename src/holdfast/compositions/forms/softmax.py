@@ -8,6 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from holdfast.attention.common import less_common
 from holdfast.attention.layer import project
 from holdfast.attention.rotary import Rotary
 from holdfast.compositions.forms.covered import Covered, Four, Softened, at_rows
@@ -50,8 +51,7 @@ class Softmax(SmoothLocal):
         if layer.rotary is not None:
             q, k = layer.rotary.turn(q), layer.rotary.turn(k)
         v = project(ball, w.w_v, w.b_v)
-        # A common row of keys or values drops out of everything; without it numbers are smaller.
-        k, v = k - k.mid.mean(-2, keepdim=True), v - v.mid.mean(-2, keepdim=True)
+        k, v = less_common(k), less_common(v)
         p = layer.probabilities(q @ k.mT)
         w_q, w_k = (_at_tokens(map_, layer.rotary, len(u)) for map_ in (w.w_q * layer.scale, w.w_k))
         self._theta = THETA + 16 * sum(map(_relative, (q, k, v, w_q, w_k, w.w_v, w.w_o)))
@@ -325,4 +325,4 @@ def _at_tokens(maps: Ball, rotary: Rotary | None, n: int) -> Ball:
 def _relative(x: Ball) -> float:
     """The largest error of a row, relative to the largest row."""
     error, size = (float(frobenius_upper(part, (-1,)).amax()) for part in (x.rad, x.mid))
-    return error / size if size > 0 else float(error > 0)
+    return error / max(size, 1e-280)  # what vanishes has the radius 1e-306 of underflow, which is nothing

@@ -1,10 +1,11 @@
 """Functions of one number inside a piece: how these numbers are read from its input and written to its output.
 
-A piece of units is u ↦ S u + O φ(R u + c), token by token: φ acts entry by entry, R reads, O writes, and S passes.
+A piece of units is u ↦ S u + O φ(R u + c): φ acts entry by entry, R reads, O writes, and S passes.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import final
@@ -14,24 +15,34 @@ from torch import Tensor
 
 from holdfast.compositions.forms.local import THETA, token_lengths
 from holdfast.layers.perceptron.piece import KinkedMlp, Mlp
+from holdfast.layers.tokens.maxima import WindowMax
 from holdfast.linalg import Ball
-from holdfast.linalg.rounding import frobenius_upper
+from holdfast.linalg.rounding import UNIT, frobenius_upper
+
+_NEVER = 1e300  # how far below the largest entry of its window one is that is not there
 
 
-class Wiring(ABC):
-    """R, O and S of one piece, for tokens of width d with U units each."""
+class Links(ABC):
+    """How units read their numbers from a piece's input, and write to its output."""
+
+    #: Of so many units that follow each other, the rests are never together more than the largest of what bounds each.
+    shared: int = 1
 
     @abstractmethod
     def before(self, u: Tensor) -> Ball:
-        """(n, U) what the units take at u, (n, d)."""
+        """(m, U) what the units take at u, (n, d): U units for every token of the output."""
 
     @abstractmethod
-    def read(self) -> Tensor:
-        """(U, d) R, exactly."""
+    def functions(self, tokens: Tensor, n: int) -> Tensor:
+        """(K, n, d) what the units of these tokens take, as functions of all n tokens of the input: exactly."""
+
+    def touched(self, tokens: Tensor) -> Tensor:
+        """The tokens of the input from which the units of these tokens read."""
+        return tokens
 
     @abstractmethod
     def written(self, mu: Tensor) -> Tensor:
-        """Oᵀ applied to covectors (S, n, c), (S, n, U)."""
+        """Oᵀ applied to covectors (S, m, c), (S, m, U)."""
 
     @abstractmethod
     def accuracy(self) -> Tensor:
@@ -39,7 +50,23 @@ class Wiring(ABC):
 
     @abstractmethod
     def pull(self, C: Tensor, slopes: Ball) -> tuple[Tensor, Tensor]:
-        """The transpose of S + O diag(slopes) R applied to covectors (K, n, c), for slopes (n, U); (K) its rounding."""
+        """The transpose of S + O diag(slopes) R applied to covectors (K, m, c), for slopes (m, U); (K) its rounding."""
+
+    @abstractmethod
+    def grown(self, moved: float, units: float) -> float:
+        """A bound of how far the output moves, where the input moves by `moved` and the units' values by `units`."""
+
+
+class Wiring(Links):
+    """R, O and S of one piece that treats all tokens alike: of width d, with U units each."""
+
+    @abstractmethod
+    def read(self) -> Tensor:
+        """(U, d) R, exactly."""
+
+    @final
+    def functions(self, tokens: Tensor, n: int) -> Tensor:
+        return spread(self.read(), tokens, n)
 
     def push(self, T: Tensor, slopes: Ball) -> tuple[Tensor, Tensor]:
         """S + O diag(slopes) R applied to (K, n, d), and its rounding; a symmetric one is its own transpose."""
@@ -52,10 +79,6 @@ class Wiring(ABC):
     @abstractmethod
     def lengths(self) -> Tensor:
         """(U) bounds of how long what a unit writes is."""
-
-    @abstractmethod
-    def grown(self, moved: float, units: float) -> float:
-        """A bound of how far the output moves, where the input moves by `moved` and the units' values by `units`."""
 
 
 @final
@@ -179,6 +202,61 @@ class SortedPairs(Wiring):
         return moved  # sorting moves no two points apart
 
 
+@final
+class Windows(Links):
+    """Maxima: the entry j that is largest at ũ, and for every other one of its window the unit relu(u_k - u_j).
+
+    max_k u_k - u_j is the largest of these units, and 0 where none is positive.
+
+    Args:
+        piece: the windows.
+        u: (n, d) ũ.
+    """
+
+    def __init__(self, piece: WindowMax, u: Tensor) -> None:
+        index, self._shape, self._times = piece.filled, piece.shape, piece.times
+        self.shared = index.shape[-1] - 1
+        best = u.flatten()[index].argmax(-1, keepdim=True)
+        others = torch.arange(self.shared).expand(*index.shape[:-1], -1)
+        others = others + (others >= best)
+        self._best, self._others = index.gather(-1, best), index.gather(-1, others)
+        self._there = (piece.index.gather(-1, others) >= 0) & (self._others != self._best)
+
+    def before(self, u: Tensor) -> Ball:
+        x = Ball.exact(u.flatten())
+        apart = x[self._others] - x[self._best]
+        return Ball(apart.mid.where(self._there, -_NEVER), apart.rad.where(self._there, 0.0)).flatten(-2, -1)
+
+    def functions(self, tokens: Tensor, n: int) -> Tensor:
+        there = self._there[tokens].flatten()
+        C = torch.zeros(len(there), math.prod(self._shape), dtype=torch.float64)
+        unit = torch.arange(len(there))[there]
+        C[unit, self._others[tokens].flatten()[there]] = 1.0
+        C[unit, self._best.expand(self._others.shape)[tokens].flatten()[there]] = -1.0
+        return C.reshape(-1, *self._shape)
+
+    def touched(self, tokens: Tensor) -> Tensor:
+        entries = torch.cat([self._best[tokens].flatten(), self._others[tokens].flatten()])
+        rows: Tensor = torch.unique(entries // self._shape[1])
+        return rows
+
+    def written(self, mu: Tensor) -> Tensor:
+        return mu.repeat_interleave(self.shared, -1)
+
+    def accuracy(self) -> Tensor:
+        return torch.zeros(self._others[0].numel(), dtype=torch.float64)
+
+    def pull(self, C: Tensor, slopes: Ball) -> tuple[Tensor, Tensor]:
+        """No unit is positive at ũ: the slopes are 0."""
+        back = C.new_zeros(len(C), math.prod(self._shape))
+        back.index_add_(1, self._best.flatten(), C.flatten(1))
+        lost = frobenius_upper(C) * (self._times**1.5 * UNIT * (1 + 1e-9))
+        return back.reshape(-1, *self._shape), lost
+
+    def grown(self, moved: float, units: float) -> float:
+        return moved * math.sqrt(self._times) * (1 + 1e-15)
+
+
 @dataclass(frozen=True)
 class Written:
     """What units count in covectors: c (S, m U), and the covectors' lengths (S, m) at the units' m tokens."""
@@ -188,7 +266,7 @@ class Written:
     accuracy: Tensor  # (U) of c, over these lengths
 
     @classmethod
-    def of(cls, wiring: Wiring, mu: Tensor, strength: float = 1.0) -> Written:
+    def of(cls, wiring: Links, mu: Tensor, strength: float = 1.0) -> Written:
         """For covectors (S, m, c) at the tokens of the units, times a number."""
         lengths = torch.linalg.vector_norm(mu, dim=-1) * (strength * (1 + 1e-12))
         return cls((wiring.written(mu) * strength).flatten(1), lengths, wiring.accuracy())

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
+from holdfast.attention.common import less_common
 from holdfast.attention.layer import join_heads, merge_heads, project, split_heads
 from holdfast.layers.attention.positions import Positions
 from holdfast.layers.expansion import LocalExpansion
@@ -43,8 +44,7 @@ class LocalAttention(LocalExpansion):
         self._at = at = Positions(layer.rotary)
         q, k = at.turn(project(ball, w.w_q, w.b_q)), at.turn(project(ball, w.w_k, w.b_k))
         q, v = q * layer.scale, project(ball, w.w_v, w.b_v)
-        # A common row of keys or values drops out of everything; without it numbers are smaller.
-        k, v = k - k.mid.mean(-2, keepdim=True), v - v.mid.mean(-2, keepdim=True)
+        k, v = less_common(k), less_common(v)
         p = layer.probabilities(q @ k.mT)
         for projected in (q, k, v):
             error, size = (frobenius_upper(part, (-1,)).amax((-2, -1)) for part in (projected.rad, projected.mid))
