@@ -36,7 +36,7 @@ def two_keys(seed: int, *, n: int = 6, d: int = 8, h: int = 2, weight: float = 1
     return Case("two keys", layer, x * (row / torch.linalg.vector_norm(x, dim=-1, keepdim=True)))
 
 
-def chosen(case: Case, *, proved: bool = True) -> pairs._Chosen:
+def chosen(case: Case, *, proved: bool = True) -> pairs._ChosenPairs:
     a, layer, x = Proved() if proved else Numerical(), case.layer.double(), case.x.double()
     return pairs._chosen(a, layer, x, rows.at_point(a, layer, x))  # type: ignore[arg-type]
 
@@ -86,8 +86,8 @@ def test_no_attack_moves_a_masked_layer_farther(causal: bool, residual: float) -
 # -- every part is needed
 
 
-def forgotten(part: str) -> Callable[[pairs._Chosen], pairs._Chosen]:
-    def without(one: pairs._Chosen) -> pairs._Chosen:
+def forgotten(part: str) -> Callable[[pairs._ChosenPairs], pairs._ChosenPairs]:
+    def without(one: pairs._ChosenPairs) -> pairs._ChosenPairs:
         if part == "values":
             return replace(one, mu=one.mu * 0)
         if part == "pairs":

@@ -107,7 +107,7 @@ class MinimalAttack:
         points = x[:, None, None].expand_as(starts).flatten(0, 2)
         answers = prediction[:, None, None].expand(starts.shape[:3]).flatten()
         goals = targets[:, :, None].expand(starts.shape[:3]).flatten()
-        problem = _Problem(logits, points, answers, goals, threat, began + (math.inf if seconds is None else seconds))
+        problem = _Ascents(logits, points, answers, goals, threat, began + (math.inf if seconds is None else seconds))
         move, length = problem.shorten(problem.descend(starts.flatten(0, 2), self.steps))
         if threat.boxed:
             move, length = problem.shrink(move, length, self.steps)
@@ -157,7 +157,7 @@ def _largest(logits: Ball) -> Tensor:
 
 @final
 @dataclass(frozen=True)
-class _Problem:
+class _Ascents:
     """Rows (r) of points, with the class that answers there and the one that shall."""
 
     logits: Logits

@@ -155,7 +155,7 @@ def log_path_gain(reach: Array, p: float, *, turned: bool = False) -> Array:
     return (reach * 2.0 + 1.0).log() * (2 - p) / p + spread * (p - 1) / p
 
 
-class _Published(BallBound):
+class _PublishedBall(BallBound):
     """√3 c (n + 4 n α²R² + a²R⁴)^½ for each head, summed, plus |residual|: without a query bias α = aR (Theorem 1)."""
 
     cost: ClassVar[str] = "norms of d x d matrices"
@@ -174,7 +174,7 @@ class _Published(BallBound):
 
 @final
 @register_lipschitz_bound
-class CastinBall(_Published):
+class CastinBall(_PublishedBall):
     """The bound of the paper for full attention: it grows like √n."""
 
     name = "castin-ball"
@@ -188,7 +188,7 @@ class CastinBall(_Published):
 
 @final
 @register_lipschitz_bound
-class CastinMasked(_Published):
+class CastinMasked(_PublishedBall):
     """The bound of the paper for masked attention; the proof holds for any mask."""
 
     name = "castin-masked"

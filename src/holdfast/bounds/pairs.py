@@ -98,7 +98,7 @@ class _Levels:
 
 @final
 @dataclass(frozen=True)
-class _Chosen:
+class _ChosenPairs:
     """A layer at B inputs X with N pairs s = (l, i, j, m) of keys chosen for each. All numbers are upper bounds.
 
     Attributes:
@@ -251,7 +251,7 @@ def _others(q: Float64[Tensor, "e B h n n"], u: Tensor, top: Tensor, taken: Tens
     return up(2 * torch.minimum(up(u * left), _halved(q)))
 
 
-def _chosen(a: Arithmetic[Array], layer: AttentionLayer, x: Float64[Tensor, "B n d"], here: AtPoint) -> _Chosen:
+def _chosen(a: Arithmetic[Array], layer: AttentionLayer, x: Float64[Tensor, "B n d"], here: AtPoint) -> _ChosenPairs:
     query, key, value = (as_ball(projection) for projection in projections(layer, a.lift(x)))
     top = here.p.topk(2, -1).indices
     head, row, side, m = _most_important(here, query.mid, key.mid, value.mid, top)
@@ -266,7 +266,7 @@ def _chosen(a: Arithmetic[Array], layer: AttentionLayer, x: Float64[Tensor, "B n
     drawn = up(value_top.unsqueeze(-1) * base).mT
     length = torch.linalg.vector_norm(x, dim=(-2, -1))  # any numbers serve
     mu, gram, lengths, radii, rounding, size = _quadratic_form(layer, here, query, key, head, row, j, m)
-    return _Chosen(
+    return _ChosenPairs(
         here=here,
         top=top,
         taken=taken,

@@ -28,7 +28,7 @@ from holdfast.linalg.arithmetic import Arithmetic
 from holdfast.linalg.rounding import frobenius
 
 
-class _Yudin(PointBound):
+class _AnyYudin(PointBound):
     """What the three have in common."""
 
     score_terms = ("rotary", "bias")  # a constant of the scores moves the probabilities at x, and nothing else
@@ -50,7 +50,7 @@ class _Yudin(PointBound):
 
 @final
 @register_lipschitz_bound
-class Yudin(_Yudin):
+class Yudin(_AnyYudin):
     """|H| + Σ_l ‖C_l‖ (‖P_l‖ + ‖X‖ (2 ‖X‖ ‖A_l‖ + √n ‖k_l‖) max_i g_li), k_l = scale · W_l^K b_l^Q (Theorem 2)."""
 
     name = "yudin"
@@ -82,7 +82,7 @@ def _bias_shifts(a: Arithmetic[Array], layer: AttentionLayer, w: Weights[Array])
 
 @final
 @register_lipschitz_bound
-class YudinB2(_Yudin):
+class YudinB2(_AnyYudin):
     """ζ + Σ_l ‖ΠV_l‖ (max_i g_li ‖ΠQ_l‖ + ‖diag(g_l) K_l‖), Π taking the mean of the tokens off (Theorem 3).
 
     All heads at once it is ‖[ΠV_1; …; ΠV_h]‖ times the length of the heads' second factors; the smaller one counts.
@@ -106,7 +106,7 @@ class YudinB2(_Yudin):
 
 @final
 @register_lipschitz_bound
-class YudinB3(_Yudin):
+class YudinB3(_AnyYudin):
     """ζ + max_i ‖Σ_l V_lᵀ M_li Q_l‖ + Σ_l ‖diag(σ_l) K_l‖ with σ_li = ‖M_li V_l‖ (Theorem 4).
 
     All heads at once the last term is ‖[diag(σ) K_1; …; diag(σ) K_h]‖ with σ_i = ‖[M_1i V_1; …; M_hi V_h]‖; the smaller

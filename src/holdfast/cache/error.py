@@ -95,7 +95,7 @@ def cache_error(
         raise InputError(f"token is {token}; x has {x.shape[-2]} tokens")
     with torch.no_grad():
         cache = _Cache(layer, x, keys, values)
-        bound = _Bound(cache)
+        bound = _CacheBound(cache)
         heads = bound.heads
         value = torch.minimum(heads.sum(-2) * _SUMS, bound.together)
         actual = cache.read
@@ -177,7 +177,7 @@ def _stored(how: Stored, exact: Ball, name: str, per: Per) -> tuple[Tensor, Tens
     return rule.error(exact.mid) + exact.rad * 2, rule(exact.mid)
 
 
-class _Bound:
+class _CacheBound:
     """Proved bounds of the movement, head by head and together."""
 
     def __init__(self, cache: _Cache) -> None:

@@ -157,7 +157,7 @@ def certify(
     task = Examination(model, settings, device, readings)
     with watching(progress, header.model) as tell, tempfile.TemporaryDirectory() as folder:
         size = 1 if seconds_per_input is not None else batch or _fitting(task, examples, chosen_executor)
-        work = _Work(task, examples, header, shard or Shard(), size, chosen_executor, tell, crew)
+        work = _ShardWork(task, examples, header, shard or Shard(), size, chosen_executor, tell, crew)
         return work.fill(Path(folder, "run.jsonl"), resume=False) if out is None else work.fill(out, resume)
 
 
@@ -189,7 +189,7 @@ def describe(
 
 @final
 @dataclass(frozen=True)
-class _Work:
+class _ShardWork:
     task: Examination
     examples: Examples
     header: Header
@@ -216,7 +216,7 @@ class _Missing(Plan[Batch]):
     together are rounded together.
     """
 
-    def __init__(self, work: _Work, writer: Writer) -> None:
+    def __init__(self, work: _ShardWork, writer: Writer) -> None:
         self.task, self._examples, self._writer = work.task, work.examples, writer
         self._progress, self._crew = work.progress, work.crew
         self._place = {index: place for place, index in enumerate(work.examples.indices)}

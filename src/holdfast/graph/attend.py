@@ -116,7 +116,7 @@ def _piece(point: Point, layer: AttentionLayer) -> Point:
 
 @final
 @dataclass(frozen=True, eq=False)
-class _Heads:
+class _ReadHeads:
     """One of queries, keys and values: which token each row is, and the map of each head with what it is turned by."""
 
     rows: Int64[Tensor, "windows n"]
@@ -130,7 +130,7 @@ class _Heads:
         return w * gain.unsqueeze(-2), self.map.bias[self.columns[0]] * gain
 
 
-def _common(parts: list[Moving]) -> tuple[Point, list[_Heads]]:
+def _common(parts: list[Moving]) -> tuple[Point, list[_ReadHeads]]:
     """The tokens that queries, keys and values come from; side by side, where these are functions of several points."""
     parts = [_by_token(part) for part in parts]
     points: list[Point] = []
@@ -170,7 +170,7 @@ def _by_token(part: Moving) -> Moving:
     return Moving(point, torch.arange(n)[:, None].expand(part.shape), terms, None, part.constant)
 
 
-def _heads(part: Moving) -> _Heads:
+def _heads(part: Moving) -> _ReadHeads:
     """Reads tokens, heads and channels off a tensor (H, n, k)."""
     H = len(part.row)
     rows = part.row[:, :, 0]
@@ -208,10 +208,10 @@ def _heads(part: Moving) -> _Heads:
         bias = torch.stack([own.bias[c] * g for c, g in pairs]).sum(0)
         own = Map(matrix.flatten(1), bias.flatten())
         columns, gains = [torch.arange(bias.numel()).reshape(bias.shape)], [torch.ones_like(bias)]
-    return _Heads(grouped[:, 0], tuple(columns), tuple(gains), own)
+    return _ReadHeads(grouped[:, 0], tuple(columns), tuple(gains), own)
 
 
-def _turned(q: _Heads, k: _Heads) -> tuple[_Heads, _Heads, Rotary | None, float]:
+def _turned(q: _ReadHeads, k: _ReadHeads) -> tuple[_ReadHeads, _ReadHeads, Rotary | None, float]:
     """Rotary positions of queries and keys, if they have them: both the same, but for a factor."""
     of_q, of_k = _turn(q), _turn(k)
     if of_q is None and of_k is None:
@@ -225,11 +225,13 @@ def _turned(q: _Heads, k: _Heads) -> tuple[_Heads, _Heads, Rotary | None, float]
     if pairing != other or not apart <= 1e-13 * float(qc.abs().max()):
         refuse_attention("queries and keys are turned by different rotary positions")
     ones = torch.ones(q.columns[0].shape, dtype=torch.float64)
-    plain = [_Heads(side.rows, side.columns[:1], (ones.expand(side.columns[0].shape),), side.map) for side in (q, k)]
+    plain = [
+        _ReadHeads(side.rows, side.columns[:1], (ones.expand(side.columns[0].shape),), side.map) for side in (q, k)
+    ]
     return plain[0], plain[1], Rotary(kc, ks, pairing), factor
 
 
-def _turn(heads: _Heads) -> tuple[Tensor, Tensor, Pairing] | None:
+def _turn(heads: _ReadHeads) -> tuple[Tensor, Tensor, Pairing] | None:
     """Cos and sin (windows, n, r) and the pairing of entries; None where nothing depends on the position."""
     if all(gain.ndim == 2 for gain in heads.gains) and len(heads.gains) == 1:
         return None
@@ -257,7 +259,9 @@ def _turn(heads: _Heads) -> tuple[Tensor, Tensor, Pairing] | None:
     refuse_attention("queries or keys mix channels by position in a way that is not a rotary position")
 
 
-def _weights(q: _Heads, k: _Heads, v: _Heads, scale: float, norms: list[Normed | None]) -> tuple[dict[str, Any], float]:
+def _weights(
+    q: _ReadHeads, k: _ReadHeads, v: _ReadHeads, scale: float, norms: list[Normed | None]
+) -> tuple[dict[str, Any], float]:
     """The tensors of an `AttentionLayer`, and its scale: factors of all queries or keys belong to it."""
     tensors: dict[str, Any] = {}
     for name, heads, norm in (("q", q, norms[0]), ("k", k, norms[1]), ("v", v, None)):

@@ -67,7 +67,7 @@ class OnnxModel(nn.Module):
         self.weights, self.node = nn.Module(), nn.Module()
         self._weights: dict[str, str] = {}
         for node, name in zip(left, _names(left), strict=True):
-            self.node.add_module(name, _Step(node, self._opset))
+            self.node.add_module(name, _OnnxNode(node, self._opset))
         for place, name in enumerate(name for name, array in self._known.items() if array.dtype.kind == "f"):
             self._weights[name] = f"{place} {name.replace('.', ':')}"
             self.weights.register_buffer(self._weights[name], torch.from_numpy(self._known[name].copy()))
@@ -159,7 +159,7 @@ class OnnxModel(nn.Module):
             return torch.tensor(array.tolist(), dtype=torch.bool if array.dtype.kind == "b" else torch.int64)
 
         for step in self.node.children():
-            assert isinstance(step, _Step)
+            assert isinstance(step, _OnnxNode)
             own = [values[name] if name else None for name in step.inputs]
             if step.operator in _LOOK_AT_SHAPES:
                 own = [np.empty(own[0].shape, np.bool_)]  # type: ignore[union-attr]
@@ -215,7 +215,7 @@ class OnnxModel(nn.Module):
 
 
 @final
-class _Step(nn.Module):
+class _OnnxNode(nn.Module):
     """One node: a module by itself, so that messages about the model's graph name it."""
 
     def __init__(self, node: Any, opset: int) -> None:

@@ -167,7 +167,7 @@ def examine(subject: Subject, radii: Sequence[float] = RADII) -> CampaignReport:
     return _LayerExamination(subject, subject.case, list(radii)).run()
 
 
-class _Examination(ABC):
+class _UnderAttack(ABC):
     """Something under attack, and the record of it."""
 
     def __init__(self, subject: Subject, radii: list[float], report: CampaignReport) -> None:
@@ -226,7 +226,7 @@ class _Examination(ABC):
 
 
 @final
-class _PieceExamination(_Examination):
+class _PieceExamination(_UnderAttack):
     """One piece of a network under attack."""
 
     def __init__(self, subject: Subject, case: PieceCase, radii: list[float]) -> None:
@@ -246,7 +246,7 @@ class _PieceExamination(_Examination):
 
 
 @final
-class _LayerExamination(_Examination):
+class _LayerExamination(_UnderAttack):
     """One layer under attack."""
 
     def __init__(self, subject: Subject, case: Case, radii: list[float]) -> None:

@@ -82,7 +82,7 @@ class Tap:
 
     def __enter__(self) -> Tap:
         with ExitStack() as stack:
-            modules: list[_Entered] = []
+            modules: list[_RunningModule] = []
             for name, module in self._model.named_modules():
                 stack.callback(module.register_forward_pre_hook(partial(_enter, modules, name)).remove)
                 stack.callback(module.register_forward_hook(partial(_leave, modules), always_call=True).remove)
@@ -99,18 +99,18 @@ class Tap:
 
 
 @dataclass(frozen=True)
-class _Entered:
+class _RunningModule:
     """A module that is running."""
 
     name: str
     module: nn.Module
 
 
-def _enter(modules: list[_Entered], name: str, module: nn.Module, args: object) -> None:
-    modules.append(_Entered(name, module))
+def _enter(modules: list[_RunningModule], name: str, module: nn.Module, args: object) -> None:
+    modules.append(_RunningModule(name, module))
 
 
-def _leave(modules: list[_Entered], module: nn.Module, args: object, output: object) -> None:
+def _leave(modules: list[_RunningModule], module: nn.Module, args: object, output: object) -> None:
     modules.pop()
 
 
@@ -126,7 +126,7 @@ _multi_head_attention = FunctionType(
 class _Watch(TorchFunctionMode):
     """Sees every torch function; reports those that complete an attention."""
 
-    def __init__(self, modules: list[_Entered], on_call: Callable[[AttentionCall], None]) -> None:
+    def __init__(self, modules: list[_RunningModule], on_call: Callable[[AttentionCall], None]) -> None:
         super().__init__()
         self._modules, self._on_call = modules, on_call
         self._eager = EagerRecogniser()

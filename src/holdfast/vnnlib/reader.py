@@ -46,12 +46,12 @@ def read_specification(path: Pathlike) -> Specification:
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
         raise InputError(f"{name!r} cannot be read: {reason}; expected a VNN-LIB file, plain or .gz") from None
-    return _Reader(name).read(text)
+    return _VnnlibReader(name).read(text)
 
 
 @final
 @dataclass(frozen=True)
-class _Word:
+class _FileWord:
     text: str
     line: int
 
@@ -59,35 +59,35 @@ class _Word:
 @final
 @dataclass(frozen=True)
 class _List:
-    parts: tuple[_Word | _List, ...]
+    parts: tuple[_FileWord | _List, ...]
     line: int
 
     @property
     def head(self) -> str:
-        return self.parts[0].text if self.parts and isinstance(self.parts[0], _Word) else ""
+        return self.parts[0].text if self.parts and isinstance(self.parts[0], _FileWord) else ""
 
 
 @final
 @dataclass(frozen=True)
-class _Linear:
+class _LinearTerm:
     """A sum of multiples of variables, and a number."""
 
     terms: dict[tuple[str, int], float]
     constant: float = 0.0
 
-    def plus(self, other: _Linear, factor: float = 1.0) -> _Linear:
+    def plus(self, other: _LinearTerm, factor: float = 1.0) -> _LinearTerm:
         terms = dict(self.terms)
         for variable, c in other.terms.items():
             terms[variable] = terms.get(variable, 0.0) + factor * c
-        return _Linear({v: c for v, c in terms.items() if c}, self.constant + factor * other.constant)
+        return _LinearTerm({v: c for v, c in terms.items() if c}, self.constant + factor * other.constant)
 
 
 #: A disjunction of conjunctions of inequalities `linear <= 0`, each with its line.
-_Clauses = list[list[tuple[_Linear, int]]]
+_Clauses = list[list[tuple[_LinearTerm, int]]]
 
 
 @final
-class _Reader:
+class _VnnlibReader:
     """Reads one file; every message names it and the line."""
 
     def __init__(self, name: str) -> None:
@@ -98,7 +98,7 @@ class _Reader:
         raise InputError(f"{self._name}, line {line}: {why}")
 
     def read(self, text: str) -> Specification:
-        common: list[tuple[_Linear, int]] = []
+        common: list[tuple[_LinearTerm, int]] = []
         choices: list[_Clauses] = []
         for form in self._forms(text):
             if not isinstance(form, _List):
@@ -120,8 +120,8 @@ class _Reader:
 
     # -- from text to lists
 
-    def _forms(self, text: str) -> Iterator[_Word | _List]:
-        line, open_lists = 1, list[tuple[list[_Word | _List], int]]()
+    def _forms(self, text: str) -> Iterator[_FileWord | _List]:
+        line, open_lists = 1, list[tuple[list[_FileWord | _List], int]]()
         for token in _TOKEN.finditer(text):
             word = token[0]
             if word == "\n":
@@ -129,7 +129,7 @@ class _Reader:
             elif word == "(":
                 open_lists.append(([], line))
             elif word[0] != ";":
-                form: _Word | _List = _Word(word, line)
+                form: _FileWord | _List = _FileWord(word, line)
                 if word == ")":
                     if not open_lists:
                         self._refuse(line, "a bracket is closed that was not opened")
@@ -145,7 +145,7 @@ class _Reader:
     # -- from lists to inequalities
 
     def _declare(self, form: _List) -> None:
-        words = [part.text if isinstance(part, _Word) else "()" for part in form.parts[1:]]
+        words = [part.text if isinstance(part, _FileWord) else "()" for part in form.parts[1:]]
         variable = _VARIABLE.fullmatch(words[0]) if words else None
         if variable is None or words[1:] not in (["Real"], ["()", "Real"]):
             self._refuse(
@@ -158,7 +158,7 @@ class _Reader:
             )
         self._counts[kind] += 1
 
-    def _clauses(self, form: _Word | _List) -> _Clauses:
+    def _clauses(self, form: _FileWord | _List) -> _Clauses:
         if isinstance(form, _List) and form.head in ("<=", ">=") and len(form.parts) == 3:
             left, right = (self._linear(part) for part in form.parts[1:])
             small, large = (left, right) if form.head == "<=" else (right, left)
@@ -167,7 +167,7 @@ class _Reader:
             return [clause for part in form.parts[1:] for clause in self._clauses(part)]
         if isinstance(form, _List) and form.head == "and":
             return self._product([self._clauses(part) for part in form.parts[1:]], form.line)
-        shown = form.text if isinstance(form, _Word) else form.head or "a list"
+        shown = form.text if isinstance(form, _FileWord) else form.head or "a list"
         self._refuse(form.line, f"{shown!r} is not supported in an assertion; expected <=, >=, and, or")
 
     def _product(self, parts: Sequence[_Clauses], line: int) -> _Clauses:
@@ -176,30 +176,30 @@ class _Reader:
             self._refuse(line, f"there are more than {_MOST_CASES} cases")
         return [list(itertools.chain(*chosen)) for chosen in itertools.product(*parts)]
 
-    def _linear(self, form: _Word | _List) -> _Linear:
-        if isinstance(form, _Word):
+    def _linear(self, form: _FileWord | _List) -> _LinearTerm:
+        if isinstance(form, _FileWord):
             variable = _VARIABLE.fullmatch(form.text)
             if variable is None:
-                return _Linear({}, self._number(form))
+                return _LinearTerm({}, self._number(form))
             kind, number = variable[1], int(variable[2])
             if number >= self._counts[kind]:
                 self._refuse(form.line, f"{form.text} was not declared")
-            return _Linear({(kind, number): 1.0})
+            return _LinearTerm({(kind, number): 1.0})
         parts = [self._linear(part) for part in form.parts[1:]]
         if form.head in ("+", "-") and parts:
             sign = -1.0 if form.head == "-" else 1.0
-            total = parts[0] if len(parts) > 1 or sign > 0 else _Linear({}).plus(parts[0], sign)
+            total = parts[0] if len(parts) > 1 or sign > 0 else _LinearTerm({}).plus(parts[0], sign)
             for part in parts[1:]:
                 total = total.plus(part, sign)
             return total
         if form.head == "*" and len(parts) == 2 and not (parts[0].terms and parts[1].terms):
             factor, other = parts if not parts[0].terms else parts[::-1]
-            return _Linear({}).plus(other, factor.constant)
+            return _LinearTerm({}).plus(other, factor.constant)
         self._refuse(
             form.line, f"{form.head or 'a list'!r} is not supported in a term; expected +, -, and * by a number"
         )
 
-    def _number(self, word: _Word) -> float:
+    def _number(self, word: _FileWord) -> float:
         try:
             number = float(word.text)
         except ValueError:
@@ -210,7 +210,7 @@ class _Reader:
 
     # -- from inequalities to boxes
 
-    def _specification(self, common: list[tuple[_Linear, int]], choices: list[_Clauses]) -> Specification:
+    def _specification(self, common: list[tuple[_LinearTerm, int]], choices: list[_Clauses]) -> Specification:
         if not self._counts["X"] or not self._counts["Y"]:
             self._refuse(1, "no X_i or no Y_j is declared; expected a VNN-LIB specification")
         cases_by_box: dict[tuple[tuple[int, bool, float], ...], list[OutputCase]] = {}
@@ -222,7 +222,7 @@ class _Reader:
             self._counts["X"], self._counts["Y"], tuple(box for box in boxes if bool((box.lower <= box.upper).all()))
         )
 
-    def _parted(self, clause: list[tuple[_Linear, int]]) -> tuple[tuple[tuple[int, bool, float], ...], OutputCase]:
+    def _parted(self, clause: list[tuple[_LinearTerm, int]]) -> tuple[tuple[tuple[int, bool, float], ...], OutputCase]:
         """The bounds of inputs, each with whether it is an upper one, and the inequalities of outputs."""
         bounds, rows, limits = list[tuple[int, bool, float]](), list[list[float]](), list[float]()
         for linear, line in clause:

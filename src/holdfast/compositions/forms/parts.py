@@ -49,7 +49,7 @@ def _over_box(network: Network, lower: Float64[Tensor, "n d"], upper: Float64[Te
 
 @final
 @dataclass(frozen=True)
-class _Part:
+class _SplitPart:
     """A box that may have to be halved, and its margins."""
 
     low: Tensor
@@ -61,22 +61,22 @@ class _Part:
     def proved(self) -> bool:
         return self.lower.least > 0
 
-    def __lt__(self, other: _Part) -> bool:
+    def __lt__(self, other: _SplitPart) -> bool:
         return self.lower.least < other.lower.least
 
     @classmethod
-    def of(cls, network: Network, low: Tensor, high: Tensor) -> _Part:
+    def of(cls, network: Network, low: Tensor, high: Tensor) -> _SplitPart:
         forms = _over_box(network, low, high)
         sides = forms.region.sides
         assert sides is not None
         return cls(low, high, forms.at(1.0), int(torch.where((high > low).flatten(), sides, 0.0).argmax()))
 
-    def halves(self, network: Network) -> list[_Part]:
+    def halves(self, network: Network) -> list[_SplitPart]:
         """Both halves; they share a face, so that nothing between them is lost."""
         high, low = self.high.clone(), self.low.clone()
         middle = (low + high).flatten()[self.along] / 2
         high.view(-1)[self.along] = low.view(-1)[self.along] = middle
-        return [_Part.of(network, self.low, high), _Part.of(network, low, self.high)]
+        return [_SplitPart.of(network, self.low, high), _SplitPart.of(network, low, self.high)]
 
 
 def margins_over_parts(
@@ -100,7 +100,7 @@ def margins_over_parts(
         is proved: the margins of the first are then at most 0 there.
     """
     began = clock()
-    parts = [_Part.of(network, lower.double(), upper.double())]
+    parts = [_SplitPart.of(network, lower.double(), upper.double())]
     whole, per_part = parts[0].lower, clock() - began
     while not (worst := parts[0]).proved and bool((worst.high > worst.low).any()):
         left = seconds - (clock() - began)
