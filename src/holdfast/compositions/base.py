@@ -182,27 +182,27 @@ class Composition(NetworkMethod):
     def _over(self, centre: Centre, half: Float64[Tensor, "b n d"] | None) -> Curve:
         return self._curve(centre) if half is None else self._box_curve(centre, half)
 
-    def _region(self, centre: Centre, threat: Threat, eps: Tensor) -> _Around:
+    def _region(self, centre: Centre, threat: Threat, eps: Tensor) -> _Enclosing:
         """A region of a shape that the method has a proof over, around all points within eps.
 
         A clipped box lies around its own middle. Where a positive margin is proved over it, the class that leads there
         leads at the input as well, which is in it.
         """
         if not threat.boxed:
-            return _Around(centre, eps)
+            return _Enclosing(centre, eps)
         if threat.clip is None and "box" in self.shapes:
-            return _Around(centre, eps, torch.ones_like(centre.x))
+            return _Enclosing(centre, eps, torch.ones_like(centre.x))
         name = f"{self.name}: the last region of {threat}"
         return centre.a.once(name, lambda: self._around(centre, threat, eps), eps)
 
-    def _around(self, centre: Centre, threat: Threat, eps: Tensor) -> _Around:
+    def _around(self, centre: Centre, threat: Threat, eps: Tensor) -> _Enclosing:
         lower, upper = threat.ends(centre.x, eps)
         middle = centre.x if threat.clip is None else (lower + upper) / 2
         half = up(torch.maximum(upper - middle, middle - lower))
         around = centre if threat.clip is None else centre.at(middle)
         if "box" in self.shapes:
-            return _Around(around, torch.ones_like(eps), half)
-        return _Around(around, frobenius_upper(half))
+            return _Enclosing(around, torch.ones_like(eps), half)
+        return _Enclosing(around, frobenius_upper(half))
 
     @final
     def __call__(self, centre: Centre, beyond: Float64[Tensor, " b"] | None = None, aim: Aim = LARGEST_BALL) -> Radii:
@@ -265,7 +265,7 @@ class Composition(NetworkMethod):
 
 
 @dataclass(frozen=True)
-class _Around:
+class _Enclosing:
     """A ball of radius eps around a centre's inputs, or a box with half-widths eps · half."""
 
     centre: Centre
