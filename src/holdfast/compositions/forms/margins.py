@@ -27,7 +27,7 @@ from holdfast.network.network import Network
 _TRIFLE = 0.002  # of a margin, that all places together may lose to what is not worth a matrix
 _SLIGHT = 0.005  # a rest of this share of a function's first order is not made smaller
 _BEGIN = 0.75  # the first scale that is tried, as a share of the first-order one
-_FALL = 3.0  # of a scale at which nothing is proved; its powers where that has happened before
+_FALL, _SLOWLY = 3.0, 2  # of a scale at which nothing is proved; its powers where that has happened more than so often
 _FAR, _BLIND = 4.0, 10  # a scale beyond which the search goes down by square roots, so often at most
 _SETTLED, _TRIALS, _PROOFS = 8, 8, 4  # scales for which rests are settled, tried for each, and proved at most
 _GUESS = 0.08  # the precision of the scale at which the search begins
@@ -338,9 +338,9 @@ class Margins:
             settled += proved > 0
             if settled == _SETTLED or most <= proved * (1 + precision * (near if failed else 1.0)) or most <= known:
                 break
-            if failed and proved == 0:  # nothing tells how much smaller the scale must be: faster and faster
+            if failed and proved == 0:  # nothing tells how much smaller the scale must be: after a while ever faster
                 falls += 1
-                scale = max(known, most / _FALL**falls)
+                scale = max(known, most / _FALL ** max(1, falls - _SLOWLY))
             elif proved < scale:
                 scale = _meeting(first, scale, proved)
             elif failed:
