@@ -217,8 +217,10 @@ def test_masks_and_alibi() -> None:
 
 def test_who_else_refuses() -> None:
     layer = BASE.layer.replace(rotary=None, soft_cap=1.0)
-    with pytest.raises(NotApplicableError, match="a soft cap"):
-        Attention(layer).value(BASE.x)
+    with pytest.raises(NotApplicableError, match="query-key norms"):
+        Attention(layer.replace(q_norm=HeadNorm(W))).value(BASE.x)
+    with pytest.raises(NotApplicableError, match="no third derivative with a soft cap"):
+        Attention(layer).push3(*(BASE.x for _ in range(4)))
     with pytest.raises(NotApplicableError, match="a soft cap"):
         large_radius_limit(layer, BASE.x)
     with pytest.raises(NotApplicableError, match="caps its scores"):

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import holdfast
-from graph_cases import check, stirred, tokens
+from graph_cases import OwnForward, attacked, check, stirred, tokens
 from holdfast import UnsupportedAttentionError, to_network, trace
-from holdfast.errors import ConversionError, InputError
+from holdfast.compositions import certify_inputs
+from holdfast.errors import InputError
+from holdfast.layers import Attention
 
 SIZES = {
     "hidden_size": 12,
@@ -255,11 +257,42 @@ def test_networks_with_normalised_queries_and_keys_are_certified(transformers: M
     check(stirred(model), {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}, close=1e-5)
 
 
-def test_soft_caps_in_networks_are_refused_by_name(transformers: ModuleType) -> None:
+class Capped(nn.Module):
+    """Attention whose scores are capped before the mask, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps = nn.ModuleList([nn.Linear(8, 8) for _ in range(8)])
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        for maps in (self.maps[:4], self.maps[4:]):
+            y = self.norm(x)
+            q, k, v = (m(y).reshape(len(x), n, 2, 4).transpose(1, 2) for m in list(maps)[:3])
+            scores = torch.tanh(q @ k.mT / 2 / 0.8) * 0.8
+            p = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+            x = x + maps[3]((p @ v).transpose(1, 2).flatten(2))
+        return self.head(x[:, -1])
+
+
+def test_networks_with_soft_caps_are_certified() -> None:
     torch.manual_seed(0)
-    model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**WIDE, attn_implementation="eager")).eval()
-    with pytest.raises(ConversionError, match="caps its scores"):
-        to_network(model, {"input_ids": IDS[:1]})
+    model, example = stirred(Capped()), tokens()
+    converted = check(model, example)
+    layers = [piece.layer for piece in converted.network.pieces() if isinstance(piece, Attention)]
+    assert [layer.soft_cap for layer in layers] == pytest.approx([0.8, 0.8])
+    x, own = converted.encode(example)[:1], OwnForward(model, example)
+    (record,) = certify_inputs(converted.network, x, method="end-to-end")
+    assert float(attacked(own, x, record.prediction, record.radius).min()) >= 0
+    assert float(attacked(own, x, record.prediction, 100 * record.radius).min()) < 0
+
+
+def test_gemma_2_is_read_without_a_cap_of_its_logits(transformers: ModuleType) -> None:
+    """The reader compares the network with the model, near and far."""
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(**WIDE, attn_implementation="eager", final_logit_softcapping=None)
+    to_network(transformers.Gemma2ForCausalLM(config).eval(), {"input_ids": IDS[:1]})
 
 
 class Remembering(nn.Module):

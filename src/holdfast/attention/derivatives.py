@@ -16,6 +16,9 @@ because log p has the derivatives s°_a and r_ab, and every derivative of p sums
 the cumulants Cov(s_a, v_b), Cov(s_ab, v), κ₃(s_a, s_b, v), … all together. The adjoint of c, with m = c (W^O)ᵀ and
 g_ij = m_i · v_j, is s̄ = p ∘ g°, q̄ = s̄ k, k̄ = s̄ᵀ q, v̄ = pᵀ m; its derivative along a is
 s̄_a = p ∘ (s°_a g° + m · v_a)°, q̄_a = s̄_a k + s̄ k_a, and so on.
+
+A soft cap φ puts φ'(s) s_a in the place of s_a and φ'(s) s_ab + φ''(s) s_a s_b in that of s_ab; in the adjoint φ'(s) s̄
+stands for s̄, and its derivative is φ'(s) s̄_a + φ''(s) s_a s̄. There is no third derivative with a cap.
 """
 
 from __future__ import annotations
@@ -31,12 +34,27 @@ from holdfast.linalg.rounding import as_ball
 
 @dataclass(frozen=True)
 class _Direction(Generic[Array]):
-    """What moves along one direction a: q_a, k_a, v_a (t…, b…, h, n, k) and s°_a (t…, b…, h, n, n)."""
+    """Along one direction a: q_a, k_a, v_a (t…, b…, h, n, k); s_a before a cap and s°_a, (t…, b…, h, n, n)."""
 
     q: Array
     k: Array
     v: Array
+    raw: Array
     s: Array
+
+
+@dataclass(frozen=True)
+class _Cap(Generic[Array]):
+    """φ' and φ'' at the scores (b…, h, n, n)."""
+
+    slope: Array
+    bend: Array
+
+    @classmethod
+    def of(cls, cap: float, scores: Array) -> _Cap[Array]:
+        tanh = (scores / cap).tanh()
+        slope = -(tanh.square() - 1.0)
+        return cls(slope, tanh * slope * (-2.0) / cap)
 
 
 @final
@@ -48,13 +66,13 @@ class AttentionPass(Generic[Array]):
     """
 
     def __init__(self, layer: AttentionLayer, u: Array) -> None:
-        if layer.beyond_dot_products is not None:
+        if layer.q_norm is not None or layer.k_norm is not None or layer.sinks is not None:
             raise NotApplicableError(f"the derivatives of a network do not cover {layer.beyond_dot_products}")
         self._layer = layer
         self._u: Array = u
         w = layer.weights(u)
-        # The scale of the scores is carried by q. A common row of k or v drops out of every derivative, and is taken
-        # off because what is left is smaller and so are its rounding errors.
+        # The scale of the scores is carried by q. A common row of v drops out of every derivative, and one of k where
+        # there is no cap: it is taken off because what is left is smaller and so are its rounding errors.
         self._w_q: Array = join_heads(w.w_q * layer.scale)
         self._w_k: Array = join_heads(w.w_k)
         self._w_v: Array = join_heads(w.w_v)
@@ -63,9 +81,11 @@ class AttentionPass(Generic[Array]):
         k, v = self._turn(project(u, w.w_k, w.b_k)), project(u, w.w_v, w.b_v)
         self._common = as_ball(v).mid.mean(-2, keepdim=True)
         self._q: Array = self._turn(project(u, w.w_q, w.b_q)) * layer.scale
-        self._k: Array = k - as_ball(k).mid.mean(-2, keepdim=True)
+        self._k: Array = k if layer.soft_cap is not None else k - as_ball(k).mid.mean(-2, keepdim=True)
         self._v: Array = v - self._common
-        self._p: Array = layer.probabilities(self._q @ self._k.mT)
+        scores: Array = self._q @ self._k.mT
+        self._p: Array = layer.probabilities(scores)
+        self._cap: _Cap[Array] | None = None if layer.soft_cap is None else _Cap.of(layer.soft_cap, scores)
 
     @property
     def value(self) -> Array:
@@ -84,11 +104,13 @@ class AttentionPass(Generic[Array]):
     def push2(self, a: Array, b: Array) -> Array:
         """D²F(u)[a, b]."""
         A, B = self._direction(a), self._direction(b)
-        p_ab = self._centred_product(A.s * B.s + _bend(A, B))
+        p_ab = self._centred_product(A.s * B.s + self._bend(A, B))
         return self._out(p_ab @ self._v + (self._p * A.s) @ B.v + (self._p * B.s) @ A.v)
 
     def push3(self, a: Array, b: Array, c: Array) -> Array:
         """D³F(u)[a, b, c]."""
+        if self._cap is not None:
+            raise NotApplicableError("attention has no third derivative with a soft cap")
         A, B, C = (self._direction(direction) for direction in (a, b, c))
         r_ab, r_ac, r_bc = self._log_bend(A, B), self._log_bend(A, C), self._log_bend(B, C)
         ab = A.s * B.s
@@ -99,7 +121,7 @@ class AttentionPass(Generic[Array]):
     def pull(self, c: Array) -> Array:
         """DF(u)ᵀ[c]."""
         m = self._heads(c)
-        s = self._p * self._centred(m @ self._v.mT)
+        s = self._uncapped(self._p * self._centred(m @ self._v.mT))
         out = self._back(s @ self._k, s.mT @ self._q, self._p.mT @ m)
         return out + c * self._layer.residual if self._layer.residual else out
 
@@ -108,6 +130,8 @@ class AttentionPass(Generic[Array]):
         m, A = self._heads(c), self._direction(a)
         g = self._centred(m @ self._v.mT)
         s, s_a = self._p * g, self._centred_product(A.s * g + m @ A.v.mT)
+        if self._cap is not None:
+            s, s_a = self._cap.slope * s, self._cap.slope * s_a + self._cap.bend * A.raw * s
         q = s_a @ self._k + s @ A.k
         k = s_a.mT @ self._q + s.mT @ A.q
         return self._back(q, k, (self._p * A.s).mT @ m)
@@ -117,8 +141,17 @@ class AttentionPass(Generic[Array]):
     def _direction(self, a: Array) -> _Direction[Array]:
         h = self._layer.h
         q, k = self._turn(split_heads(a @ self._w_q, h)), self._turn(split_heads(a @ self._w_k, h))
-        s = q @ self._k.mT + self._q @ k.mT
-        return _Direction(q, k, split_heads(a @ self._w_v, h), self._centred(s))
+        raw = q @ self._k.mT + self._q @ k.mT
+        return _Direction(q, k, split_heads(a @ self._w_v, h), raw, self._centred(self._uncapped(raw)))
+
+    def _uncapped(self, s: Array) -> Array:
+        """The derivative of the cap times s; it is its own adjoint."""
+        return s if self._cap is None else self._cap.slope * s
+
+    def _bend(self, A: _Direction[Array], B: _Direction[Array]) -> Array:
+        """s_ab."""
+        bend = A.q @ B.k.mT + B.q @ A.k.mT
+        return bend if self._cap is None else self._cap.slope * bend + self._cap.bend * (A.raw * B.raw)
 
     def _centred(self, f: Array) -> Array:
         """f° = f - E_p f along each row."""
@@ -130,7 +163,7 @@ class AttentionPass(Generic[Array]):
 
     def _log_bend(self, A: _Direction[Array], B: _Direction[Array]) -> Array:
         """r_ab, the second derivative of log p."""
-        return self._centred(_bend(A, B)) - (self._p * A.s * B.s).sum(-1, keepdim=True)
+        return self._centred(self._bend(A, B)) - (self._p * A.s * B.s).sum(-1, keepdim=True)
 
     def _turn(self, rows: Array) -> Array:
         return rows if self._layer.rotary is None else self._layer.rotary.turn(rows)
@@ -153,8 +186,3 @@ class AttentionPass(Generic[Array]):
         q, k = merge_heads(self._turn_back(q)), merge_heads(self._turn_back(k))
         out: Array = q @ self._w_q.mT + k @ self._w_k.mT + merge_heads(v) @ self._w_v.mT
         return out
-
-
-def _bend(A: _Direction[Array], B: _Direction[Array]) -> Array:
-    """s_ab."""
-    return A.q @ B.k.mT + B.q @ A.k.mT

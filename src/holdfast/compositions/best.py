@@ -91,12 +91,13 @@ def _chosen(centre: Centre, threat: Threat) -> tuple[list[NetworkMethod], list[s
         notes.append(f"attention on {sizes} numbers was too large for {left_out}; call one by its name to insist")
         methods = fit
         slow = ", ".join(m.name for m in fit if not m.quick and m.refusal(centre.network) is None)
-        if slow and centre.deadline == math.inf:
+        quick = [method for method in fit if method.quick]
+        if slow and centre.deadline == math.inf and any(m.refusal(centre.network) is None for m in quick):
             unfinished.append(
                 f"{slow} may reach farther, but takes minutes for attention on {sizes} numbers, and was not tried; "
                 "best goes on to it where seconds_per_input (--seconds-per-input) says for how long"
             )
-            methods = [method for method in fit if method.quick]
+            methods = quick
     # The later ones reach farther as a rule.
     methods = [m for m in methods if m.quick] + [m for m in reversed(methods) if not m.quick]
     # Those in whose place another one is to be asked come after it.

@@ -99,8 +99,6 @@ def attend(scores: Scores, v: Moving, *, batch: int | None = None) -> Attended:
 def _piece(point: Point, layer: AttentionLayer) -> Point:
     """Attention in a network; sinks are one more token there, which is dropped again."""
     n, width = point.shape[0], layer.w_o.shape[0] * layer.w_o.shape[1]
-    if layer.soft_cap is not None:
-        refuse_attention("caps its scores, and attention in a network has no bounds of its derivatives with a soft cap")
     if layer.sinks is None:
         return structure.through(point, (n, width), Attention(layer), label="attention")
     layer, token = sink_token(layer, n)

@@ -29,7 +29,7 @@ _SLIGHT = 0.005  # a rest of this share of a function's first order is not made 
 _LITTLE = 0.02  # of a margin: what a place takes of it is not made smaller, where rests are bounded roughly
 _GLANCES, _GLANCE = 16, 0.02  # scales that are glanced at, at most, and the precision at which that ends
 _BEGIN = 0.75  # the first scale that is tried, as a share of the first-order one
-_FALL = 3.0  # of a scale at which nothing is proved; its powers where that has happened before
+_FALL, _SLOWLY = 3.0, 2  # of a scale at which nothing is proved; its powers where that has happened more than so often
 _FAR, _BLIND = 4.0, 10  # a scale beyond which the search goes down by square roots, so often at most
 _SETTLED, _TRIALS, _PROOFS = 8, 8, 4  # scales for which rests are settled, tried for each, and proved at most
 _GUESS = 0.08  # the precision of the scale at which the search begins
@@ -367,9 +367,9 @@ class Margins:
             settled += proved > 0
             if settled == _SETTLED or most <= proved * (1 + precision * (near if failed else 1.0)) or most <= known:
                 break
-            if failed and proved == 0:  # nothing tells how much smaller the scale must be: faster and faster
+            if failed and proved == 0:  # nothing tells how much smaller the scale must be: after a while ever faster
                 falls += 1
-                scale = max(known, most / _FALL**falls)
+                scale = max(known, most / _FALL ** max(1, falls - _SLOWLY))
             elif proved < scale:
                 scale = _meeting(first, scale, proved)
             elif failed:

@@ -14,6 +14,7 @@ from holdfast.bounds import bounds
 from holdfast.bounds.best import smallest_of
 from holdfast.bounds.pairs import number_of_pairs
 from holdfast.bounds.second_order import direct_gain, every_direction, grown_gain, nodes_for, on_nodes
+from holdfast.bounds.taylor import Taylor, curvature_on_balls
 from holdfast.bounds.yudin import slope_on_balls
 from holdfast.layers.attention.expansion import LocalAttention
 from holdfast.layers.expansion import LocalExpansion
@@ -86,11 +87,18 @@ class Attention(SmoothPiece):
             a: the arithmetic.
             u: (…, n, d) float64.
             rho: the radii.
-            method: a name of `holdfast.bound`; "best" is the smallest of them.
+            method: a name of `holdfast.bound`; "best", or one that does not cover the layer, is the smallest of them.
         """
         here = a.at(self, u)
-        methods = [b for b in bounds.values() if b.in_networks] if method == "best" else [bounds[method]]
-        return smallest_of(methods, here, self.layer, u, rho).value
+        if method != "best" and bounds[method].refusal(self.layer) is None:
+            return smallest_of([bounds[method]], here, self.layer, u, rho).value
+        asked = [b for b in bounds.values() if b.in_networks or (self._capped and b.name == Taylor.name)]
+        return smallest_of(asked, here, self.layer, u, rho).value
+
+    @property
+    def _capped(self) -> bool:
+        """Whether `taylor` alone bounds the curvature."""
+        return self.layer.soft_cap is not None
 
     def reach_by(self, method: str) -> Callable[[Arithmetic[Any], Tensor, Any], Any]:
         return partial(self.reach, method=method)
@@ -100,7 +108,12 @@ class Attention(SmoothPiece):
         return here.once("jacobian", lambda: here.norm(AttentionJacobian(self.layer, u)))
 
     def gain(self, a: Arithmetic[Array], u: Tensor, rho: Array) -> Array:
-        """L(rho): the smallest of ‖J(u)‖ + ∫_0^rho β and the direct bounds of `mixed` and `yudin-ball`."""
+        """L(rho): the smallest of ‖J(u)‖ + ∫_0^rho β and the direct bounds of `mixed` and `yudin-ball`.
+
+        With a soft cap ‖J(u)‖ + rho β.
+        """
+        if self._capped:
+            return self.slope(a, u).unsqueeze(-1) + self.curvature(a, u, rho) * rho
         here, layer = a.at(self, u), self.layer
         radii = here.number(rho)
         grown = grown_gain(here, layer, u, nodes_for(radii))[..., -1]
@@ -110,7 +123,9 @@ class Attention(SmoothPiece):
         return grown.minimum(direct.movedim(0, -1))
 
     def curvature(self, a: Arithmetic[Array], u: Tensor, rho: Array) -> Array:
-        """β(rho) of docs/math/second-order.md, Theorem 4."""
+        """β(rho) of docs/math/second-order.md, Theorem 4; with a soft cap that of docs/math/scores.md."""
         here = a.at(self, u)
+        if self._capped:
+            return curvature_on_balls(here, self.layer, u, rho)[0]
         curvatures = every_direction(on_nodes(here, self.layer, u, here.number(rho).unsqueeze(-1)))
         return curvatures.movedim(0, -1)
