@@ -12,7 +12,17 @@ from holdfast.attention.layer import project
 from holdfast.attention.rotary import Rotary
 from holdfast.compositions.forms.covered import Covered, Four, Softened, at_rows
 from holdfast.compositions.forms.heads import HeadRows
-from holdfast.compositions.forms.local import THETA, Problem, Rests, Size, SmoothLocal, Twist, token_lengths
+from holdfast.compositions.forms.local import (
+    NARROW,
+    THETA,
+    Problem,
+    Rests,
+    Size,
+    SmoothLocal,
+    Twist,
+    second_lengths,
+    token_lengths,
+)
 from holdfast.compositions.forms.suprema import length
 from holdfast.compositions.forms.third import HeadTwists, Triples, beyond_third, second_order
 from holdfast.layers.attention.piece import Attention
@@ -130,7 +140,9 @@ class Softmax(SmoothLocal):
         many = size * second.shape[0] ** 0.5  # the length of all second orders together
         on_g = (q + k) * many + logits * (many + 2 * q * k + logits**2)
         total = self._value * on_g + 2 * (logits**2 + 2 * q * k + many) * v + logits * many
-        return at, 64 * self._theta * self._outer * total
+        own = float(torch.linalg.vector_norm(second_lengths(second)))
+        kept = own * (self._value * (q + k + logits) + 2 * v + logits)
+        return at, (64 * self._theta * total + NARROW * kept) * self._outer * (1 + 1e-9)
 
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Queries of the rows, keys, values and centred logits."""
