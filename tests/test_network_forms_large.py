@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from holdfast.attacks.minimal import MinimalAttack
-from holdfast.compositions.forms import Margins, batches, jets, margins
+from holdfast.compositions.forms import Margins, batches, jets, margins, softmax
 from holdfast.compositions.forms.local import SmoothLocal
 from holdfast.compositions.forms.third import Triples
 from holdfast.linalg.directions import Directions
@@ -44,6 +44,7 @@ def test_third_orders_of_few_triples_and_of_second_orders_in_float32(kind: str) 
 @pytest.mark.parametrize("kind", SMOOTH)
 def test_functions_that_are_made_anew_say_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     network, x = draw(kind, 3)
+    monkeypatch.setattr(softmax, "_MANY", 0)
     kept = Margins(network, x[0]).at(0.02).margins
     monkeypatch.setattr(batches, "_ROOM", 0)
     monkeypatch.setattr(jets, "_TRIPLES", 5)
