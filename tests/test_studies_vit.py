@@ -132,11 +132,11 @@ def vit_head(weight: Tensor) -> Head:
     return Head(weight, torch.zeros(len(weight), dtype=torch.float64))
 
 
-def run_command(folder: Path, *options: str) -> dict[str, Any]:
+def run_command(folder: Path, *options: str, named: str = "") -> dict[str, Any]:
     arguments = ["repro", "vit", "--layers", "1,2", "--digits", "1", "--epochs", "2", *options]
     result = CliRunner().invoke(app, [*arguments, "--out", str(folder), "--runs", str(folder)])
     assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads((folder / "vit-plain-huggingface-seed0-epochs2.json").read_text())
+    found: dict[str, Any] = json.loads((folder / f"vit-plain-huggingface-seed0-epochs2{named}.json").read_text())
     return found
 
 
@@ -148,12 +148,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return [Certified(0, True, 1.0, {"lofast": 1e-6, "gains": 2e-6}[method], method, "proved", 3.0)]
 
     monkeypatch.setattr(vit, "certify_inputs", quick)
-    content = run_command(tmp_path, "--methods", "lofast,gains")
+    content = run_command(tmp_path, "--methods", "lofast,gains", named="-lofast-gains")
     digits = [entry["numbers"] for entry in content["records"] if entry["kind"] == "digit"]
     assert [one["setting"]["layers"] for one in digits] == [1, 2]
     for one in digits:
         assert one["radii"] == {"lofast": 1e-6, "gains": 2e-6}
         assert one["seconds"] == {"lofast": 3.0, "gains": 3.0}
+        assert one["processor_seconds"].keys() == one["seconds"].keys()
         assert one["memory"] > 0
         name = f"plain-huggingface-seed0-epochs2-layers{one['setting']['layers']}"
         assert content["summary"]["median"][name]["gains / attack"] == pytest.approx(2e-6 / one["attack"])

@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -22,6 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 from holdfast.attacks.minimal import MinimalAttack
+from holdfast.clock import processor_seconds
 from holdfast.compositions import certify_inputs, compositions
 from holdfast.errors import InputError, SoundnessError
 from holdfast.graph import to_network
@@ -84,6 +85,7 @@ class VitDigit:
         seconds: by method.
         memory: MiB, the largest resident size of the process until then.
         attack: length of the smallest perturbation found that changes the answer; None where there is none.
+        processor_seconds: by method, of one core.
     """
 
     setting: DigitsTraining
@@ -92,6 +94,7 @@ class VitDigit:
     seconds: dict[str, float]
     memory: float
     attack: float | None
+    processor_seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for method, radius in self.radii.items():
@@ -140,12 +143,16 @@ def prepare(setting: DigitsTraining, digits: int, folder: Path) -> TrainedVit:
 
 def examine(subject: TrainedVit, i: int, methods: Sequence[str]) -> VitDigit:
     """The proved radii of one digit, and an attack on it."""
-    certified = {method: certify_inputs(subject.network, subject.x[i : i + 1], method=method)[0] for method in methods}
+    certified, processor = {}, {}
+    for method in methods:
+        began = processor_seconds()
+        (certified[method],) = certify_inputs(subject.network, subject.x[i : i + 1], method=method)
+        processor[method] = processor_seconds() - began
     radii, seconds = ({name: getattr(one, key) for name, one in certified.items()} for key in ("radius", "seconds"))
     memory = _peak_memory()
     alone = replace(subject, x=subject.x[i : i + 1], labels=subject.labels[i : i + 1])
     (nearest,) = attack(alone)
-    return VitDigit(subject.setting, subject.places[i], radii, seconds, memory, nearest)
+    return VitDigit(subject.setting, subject.places[i], radii, seconds, memory, nearest, processor)
 
 
 def attack(subject: TrainedVit) -> list[float | None]:
@@ -191,13 +198,13 @@ def table(models: Sequence[VitModel], digits: Sequence[VitDigit]) -> Table:
     groups = {model.setting: [digit for digit in digits if digit.setting == model.setting] for model in models}
     title = f"{models[0].setting.run}: medians over {len(groups[models[0].setting])} digits, proved"
     made = Table(title=title, title_justify="left")
-    for column in ("layers", "accuracy %", "method", "radius", "attack", "ratio", "s / digit", "MiB"):
+    for column in ("layers", "accuracy %", "method", "radius", "attack", "ratio", "core s", "MiB"):
         made.add_column(column, justify="left" if column == "method" else "right")
     for model in models:
         own = groups[model.setting]
         middle = medians(own) if own else {}
         for method in own[0].radii if own else ():
-            seconds = statistics.median(digit.seconds[method] for digit in own)
+            seconds = statistics.median((digit.processor_seconds or digit.seconds)[method] for digit in own)
             numbers = [_shown(middle[method], 4), _shown(middle["attack"], 3), _shown(middle[f"{method} / attack"], 3)]
             cells = (str(model.setting.layers), f"{100 * model.accuracy:.1f}", method, *numbers, f"{seconds:.1f}")
             made.add_row(*cells, f"{max(digit.memory for digit in own):.0f}")
@@ -260,7 +267,8 @@ class VitStudy(Study[VitParameters]):
         return VitParameters("plain", (1,), 1, ("gains",), epochs=1)
 
     def stem(self, parameters: VitParameters) -> str:
-        return f"{self.name}-{parameters.trainings[0].run}"
+        named = "" if parameters.methods == VitParameters().methods else f"-{'-'.join(parameters.methods)}"
+        return f"{self.name}-{parameters.trainings[0].run}{named}"
 
     def plan(self, parameters: VitParameters, place: Workplace) -> StudyPlan:
         for method in parameters.methods:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -17,6 +17,7 @@ from holdfast.compositions.forms.walk import CentreWalk, Covectors
 from holdfast.errors import SoundnessError
 
 _CHUNK = 2**20  # numbers of covectors that are treated together
+_ROOM = 2**25  # numbers of covectors at earlier places that are kept beside jets, about; others are made anew
 _BUDGET = 2e10  # products for what a batch of covectors turns by
 
 
@@ -45,7 +46,6 @@ class Batches:
         functions: the scalars of every such place, pulled back, and what they were rounded by.
         suprema: of their first order, for scale 1.
         jets: the second and third orders of all places together, where that is affordable.
-        of: these functions in parts.
         outputs: for attention whose covectors vary, the coordinates of its output.
         bends: for attention, how the bilinear part of its logits varies with earlier rests.
         ends: the margins.
@@ -56,7 +56,7 @@ class Batches:
         self.tokens: dict[int, Tensor] = {}
         self.functions: dict[int, tuple[Covectors, Tensor]] = {}
         self.suprema: dict[int, Tensor] = {}
-        self.of: dict[int, list[BatchPart]] = {}
+        self._parts: dict[int, list[BatchPart | None]] = {}  # of these functions; None for one that is made anew
         self.outputs: dict[int, list[BatchPart]] = {}
         self.bends: dict[int, list[BatchPart]] = {}
         self._sights: dict[int, dict[int, tuple[Tensor, float]]] = {}
@@ -91,11 +91,11 @@ class Batches:
         """The functions of a place, pulled back in parts, and what all earlier places make of each part."""
         local, pulled, sights = self._walk.local(i), [], []
         C, error = local.covectors(self.tokens[i])
-        self.of[i] = []
+        self._parts[i] = []
         for some in torch.split(C, self._together(i)):
             self._in_time()
             covectors = self._walk.pulled(some, i, self._region)
-            self.of[i].append(self._part(covectors.at, len(some), len(some) / len(C)))
+            self._parts[i].append(self._part(covectors.at, len(some), len(some) / len(C)))
             numbers = sum(self._walk.local(k).numbers for k in covectors.at)
             if local.attention is not None and local.attention.turns(numbers, _BUDGET):
                 sights.append({k: self._walk.local(k).seen(mu) for k, mu in covectors.at.items()})
@@ -121,17 +121,35 @@ class Batches:
             jets.reach(i, C, error)
             self._sights[i] = {}
         jets.finish()
+        room = float(_ROOM)
         for i in self._walk.curved:
-            self.of[i] = []
+            numbers = sum(self._walk.local(k).numbers for k in self._walk.curved if k < i)
             C, _ = self._walk.local(i).covectors(self.tokens[i])
+            self._parts[i] = []
             for some in torch.split(C, self._together(i)):
-                self._in_time()
-                at = self._walk.pulled(some, i, self._region).at
-                self.of[i].append(self._part(at, len(some), len(some) / len(C)))
+                room -= len(some) * numbers
+                self._parts[i].append(self._made(i, some, len(C)) if room > 0 else None)
+
+    def _made(self, i: int, some: Tensor, count: int) -> BatchPart:
+        """What earlier places make of some of the functions of a place."""
+        self._in_time()
+        at = self._walk.pulled(some, i, self._region).at
+        return self._part(at, len(some), len(some) / count)
+
+    def of(self, i: int) -> Iterator[BatchPart]:
+        """The functions of a place in parts."""
+        parts = self._parts[i]
+        if None not in parts:
+            yield from (part for part in parts if part is not None)
+            return
+        C, _ = self._walk.local(i).covectors(self.tokens[i])
+        for part, some in zip(parts, torch.split(C, self._together(i)), strict=True):
+            yield self._made(i, some, len(C)) if part is None else part
 
     def _prepare_outputs(self) -> None:
         """Where covectors at an attention's output vary, every coordinate of it counts by its own rest."""
-        parts = [part for batch in (*self.of.values(), *self.bends.values(), [self.ends]) for part in batch]
+        kept = [part for parts in self._parts.values() for part in parts if part is not None]
+        parts = [*kept, *(part for batch in self.bends.values() for part in batch), self.ends]
         varying = {k for part in parts for k in part.turning}
         for i in reversed(self._walk.curved):
             attention = self._walk.local(i).attention
@@ -180,11 +198,11 @@ class Batches:
         """What a place's functions have beyond first order, with `tiny` for the rounding of that."""
         functions = self.functions[i][0]
         if self.jets is None:
-            low, high = self.ranges(self.of[i], radius, enough)
+            low, high = self.ranges(self.of(i), radius, enough)
             return Rests((tiny + low) * (1 + 1e-10), (tiny + high) * (1 + 1e-10), tiny)
         second, third = self._orders(i, radius)
         lost = tiny + sum(self.jets.tiny(functions, radius))
-        low, high = self.ranges(self.of[i], radius, enough, bent=False, before=i, tiny=lost)
+        low, high = self.ranges(self.of(i), radius, enough, bent=False, before=i, tiny=lost)
         low, high = (lost + low) * (1 + 1e-10), (lost + high) * (1 + 1e-10)
         fourth = torch.maximum(low, high)
         known = (third + fourth, fourth, lost) if self.jets.third else ()
@@ -212,7 +230,7 @@ class Batches:
 
     def ranges(
         self,
-        batch: list[BatchPart],
+        batch: Iterable[BatchPart],
         radius: float,
         enough: Tensor | None = None,
         *,

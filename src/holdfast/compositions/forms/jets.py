@@ -10,6 +10,7 @@ along the network. In a function's forms all places meet before anything is boun
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import final
 
@@ -17,7 +18,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from holdfast.compositions.forms.local import THETA, SmoothLocal, token_lengths
+from holdfast.compositions.forms.local import NARROW, THETA, SmoothLocal, second_lengths, token_lengths
 from holdfast.compositions.forms.region import Region
 from holdfast.compositions.forms.third import Triples
 from holdfast.compositions.forms.walk import CentreWalk, Covectors
@@ -30,15 +31,16 @@ from holdfast.linalg.squarings import gram_norm
 _NUMBERS = 2**25  # of T at one place, at most
 _PRODUCTS = 2e11  # for the norms of all functions' second orders, at most
 _TWISTS = 3e9  # numbers of all functions' third orders, at most
-_CHUNK = 2**22
+_CHUNK = 2**20
 _SQUARINGS = 2
+_TRIPLES = 512  # or pairs, that are looked at together
 
 
 @final
 class Jets:
     """T and U at the places of a network; places are asked for in order, and each must have its first order by then.
 
-    Both are symmetric, T kept for pairs of directions and U for triples that begin with one direction at a time.
+    Both are symmetric, T kept for pairs of directions and U for some triples at a time.
 
     Attributes:
         second, third: for every place that is not affine, bounds of its functions' second and third orders, for
@@ -51,7 +53,7 @@ class Jets:
         functions = sum(walk.local(i).scalars for i in walk.curved)
         p, self.second, self.third = region.p, dict[int, Tensor](), dict[int, Tensor]()
         self._twisted = p * (p + 1) * (p + 2) / 6 * functions <= _TWISTS
-        self._kept: dict[int, Tensor] = {}  # second orders of all functions
+        self._kept: dict[int, Tensor] = {}  # second orders of all functions, in float32
         # At degrees 2 and 3: sizes at the inputs of all places, and what rounding did in each.
         self._sizes, self._defects = torch.zeros(2, 2, len(walk.places) + 1, dtype=torch.float64)
         self._accuracy: dict[int, Tensor] = {}
@@ -75,15 +77,14 @@ class Jets:
         # Functions are computed in another order than by their covectors, within this of ‖T‖.
         lengths = frobenius_upper(covectors)
         self._accuracy[i], self._longest[i] = 4 * error + 8 * THETA * lengths, float(lengths.amax())
-        if T is None:
-            self._kept[i] = torch.zeros(len(covectors), len(self._directions.first), dtype=torch.float64)
-            self.second[i] = torch.zeros(len(covectors), dtype=torch.float64)
-            self._local(i).meet(2, self._kept[i], self._directions.count, 0.0, self._directions)
-            return
-        self._kept[i] = seen = self._local(i).functions(T)
-        unsure = float(self._accuracy[i].amax() * self._sizes[0, i])
-        self._local(i).meet(2, seen, self._directions.count, unsure, self._directions)
-        self.second[i] = self._norms(seen, self._accuracy[i] * self._sizes[0, i])
+        self._kept[i] = seen = torch.zeros(len(covectors), len(self._directions.first))
+        error = self._accuracy[i] * self._sizes[0, i]
+        if T is not None:
+            for part in torch.split(torch.arange(len(T)), _TRIPLES):
+                seen[:, part] = self._local(i).functions(T[part]).float()
+            error = error + NARROW * second_lengths(seen)
+        self._local(i).meet(2, seen, self._directions.count, float(error.amax()), self._directions)
+        self.second[i] = self._norms(seen, error)
 
     def finish(self) -> None:
         """The margins' second order, and all third orders."""
@@ -108,7 +109,7 @@ class Jets:
     def _norms(self, pairs: Tensor, error: Tensor) -> Tensor:
         """(K) bounds of the norms of forms (K, pairs) that are known up to an error."""
         parts = [
-            gram_norm(some[:, self._directions.place], unsure, _SQUARINGS).square() * (1 + 1e-9)
+            gram_norm(some[:, self._directions.place].double(), unsure, _SQUARINGS).square() * (1 + 1e-9)
             for some, unsure in zip(
                 *(torch.split(x, max(1, _CHUNK // self._directions.p**2)) for x in (pairs, error)), strict=True
             )
@@ -168,7 +169,7 @@ class Jets:
     # -- U
 
     def _twist(self, end: int) -> None:
-        """Third orders, for triples with one first direction after the other; squares of all norms are added."""
+        """Third orders, some triples after the others; squares of all norms are added."""
         walk, twists = self._walk, {}
         for i in list(self._kept):
             second = self._kept.pop(i)
@@ -176,9 +177,9 @@ class Jets:
             twists[i], self._defects[1, i] = self._local(i).third_order(second, size, self._directions)
         squares = {i: torch.zeros(len(x), dtype=torch.float64) for i, x in self.second.items()}
         sizes, defects = torch.zeros_like(self._sizes)
-        for q in range(self._directions.p):
+        some = (Triples.parts(q, self._directions, _TRIPLES) for q in range(self._directions.p))
+        for triples in itertools.chain.from_iterable(some):
             self._in_time()
-            triples = Triples.of(q, self._directions)
             count = triples.count
             U: Tensor | None = None
             for members, skip, _ in walk.stages:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Twist = Callable[["Triples"], Tensor]
 
 LONGEST = 2**14  # terms of an inner product
+NARROW = 2.0**-23  # of the length of numbers for pairs q <= r: more than what float32 takes of all ordered pairs
 THETA = 2.0**-37  # of absolute values: more than the rounding of a few nested inner products of that length
 
 
@@ -29,6 +30,12 @@ def token_lengths(T: Tensor) -> Tensor:
     """Bounds of Frobenius norms over the last two dimensions in one pass, for numbers whose squares do not overflow."""
     length: Tensor = torch.linalg.vector_norm(T, dim=(-2, -1))
     return length * (1 + 1e-9) + 1e-150
+
+
+def second_lengths(second: Tensor) -> Tensor:
+    """(K) the lengths of second orders (K, pairs) in float32, and more than what that takes of very small numbers."""
+    lengths: Tensor = torch.linalg.vector_norm(second, dim=-1, dtype=torch.float64)
+    return lengths * (1 + 1e-9) + 1e-30
 
 
 @dataclass(frozen=True)
@@ -283,14 +290,14 @@ class SmoothLocal(Local):
         """The functions that `covectors` has named, of (m, n, d), as (K, m)."""
 
     def meet(self, degree: int, order: Tensor, count: Tensor, unsure: float, directions: Directions) -> None:
-        """Takes notice of its functions' second order (K, pairs), or of a part (K, triples) of the third.
+        """Takes notice of its functions' second order (K, pairs) in float32, or of a part (K, triples) of the third.
 
         Every coefficient stands for so many; what is computed of a function is accurate within `unsure`.
         """
 
     @abstractmethod
     def third_order(self, second: Tensor, size: float, directions: Directions) -> tuple[Twist, float]:
-        """The third order of f, from first order and `second` (K, pairs), the second order of its functions.
+        """The third order of f, from first order and `second` (K, pairs), its functions' second order in float32.
 
         `Twist` gives three times the symmetric coefficients of some triples, (triples, n, c), where tokens matter. The
         number is a bound of what rounding did to the third order for ‖b‖ <= 1, where `size` bounds the length of every

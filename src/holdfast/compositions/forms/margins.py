@@ -28,7 +28,7 @@ _TRIFLE = 0.002  # of a margin, that all places together may lose to what is not
 _SLIGHT = 0.005  # a rest of this share of a function's first order is not made smaller
 _LITTLE = 0.02  # of a margin: what a place takes of it is not made smaller, where rests are bounded roughly
 _GLANCES, _GLANCE = 16, 0.02  # scales that are glanced at, at most, and the precision at which that ends
-_BEGIN = 0.75  # the first scale that is tried, as a share of the first-order one
+_BEGIN, _EARLY = 0.75, 0.15  # the first scale that is tried, as a share of the first-order one; with jets
 _FALL, _SLOWLY = 3.0, 2  # of a scale at which nothing is proved; its powers where that has happened more than so often
 _FAR, _BLIND = 4.0, 10  # a scale beyond which the search goes down by square roots, so often at most
 _SETTLED, _TRIALS, _PROOFS = 8, 8, 4  # scales for which rests are settled, tried for each, and proved at most
@@ -319,6 +319,8 @@ class Margins:
             return 0.0
         if most <= known * (1 + precision):
             return known if self.at(known).least > 0 else 0.0
+        if self._batches.expanded:  # rests are bounded in one way only
+            return self._searched(max(_EARLY * most, known), most, 0.0, precision, known)
         if self.region.p > _LARGE and self.region.sides is None:
             roughly = self._glanced(most, _ROUGH * known)
         else:

@@ -18,7 +18,17 @@ from typing import final
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms.local import THETA, Problem, Rests, Size, SmoothLocal, Twist, token_lengths
+from holdfast.compositions.forms.local import (
+    NARROW,
+    THETA,
+    Problem,
+    Rests,
+    Size,
+    SmoothLocal,
+    Twist,
+    second_lengths,
+    token_lengths,
+)
 from holdfast.compositions.forms.suprema import QuadraticSums, Squares, worth
 from holdfast.compositions.forms.third import TokenOrders, Triples
 from holdfast.compositions.forms.units import spread
@@ -119,10 +129,12 @@ class Normalised(SmoothLocal):
         on_w = 1.5 * along - squares / 2 - A2
         n = self._n[self._tokens]
 
+        def crossed(first: slice, pairs: Tensor) -> Tensor:
+            made: Tensor = torch.einsum("icr,ics->irs", W[..., first], W2[..., pairs].double())
+            return made
+
         def at(t: Triples) -> Tensor:
-            beside = t.qs[: W.shape[-1] - t.q]
-            dots = torch.einsum("ic,icm->im", W[..., t.q], W2[..., t.rs])
-            dots += t.symmetric(torch.einsum("icr,ics->irs", W[..., t.q :], W2[..., beside]))
+            dots = torch.einsum("ic,icm->im", W[..., t.q], W2[..., t.rs].double()) + t.symmetric(crossed)
             new = n.unsqueeze(-1) * (t.added(A, on_n) - dots).unsqueeze(1)
             new -= t.added(A.unsqueeze(1), W2)
             new += t.added(W, on_w.unsqueeze(1))
@@ -132,7 +144,9 @@ class Normalised(SmoothLocal):
 
         lengths, d = self._length, self.u.shape[-1]
         total = torch.linalg.vector_norm(8 * lengths * (lengths.square() + d**0.5 * size))
-        return at, 16 * self._theta * self._largest * float(total) * (1 + 1e-9)
+        own_w, own_a = self._split(second_lengths(second))
+        kept = torch.linalg.vector_norm(8 * lengths * (torch.linalg.vector_norm(own_w, dim=-1) + own_a))
+        return at, (16 * self._theta * float(total) + NARROW * float(kept)) * self._largest * (1 + 1e-9)
 
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The coordinates of w and then a, of every token."""
@@ -275,7 +289,7 @@ class Normalised(SmoothLocal):
         return on_b * (1 + 1e-9), on_a * (1 + 1e-9), number.sum(-1) * (1 + 1e-9)
 
     def meet(self, degree: int, order: Tensor, count: Tensor, unsure: float, directions: Directions) -> None:
-        w, _ = self._split(order)
+        w = self._split(order)[0].double()
         if degree == 2:
             self._met = TokenOrders.of(w), TokenOrders.of(w)
             place = directions.place

@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms.local import THETA, Problem, Rests, Size, SmoothLocal, Twist
+from holdfast.compositions.forms.local import NARROW, THETA, Problem, Rests, Size, SmoothLocal, Twist, second_lengths
 from holdfast.compositions.forms.suprema import QuadraticSums, worth
 from holdfast.compositions.forms.third import Triples
 from holdfast.compositions.forms.units import Wiring, Written, spread
@@ -27,7 +27,7 @@ from holdfast.linalg.rounding import down, up
 _TOGETHER = 1024  # units whose second orders may cancel in a scalar; those of one token always do
 _SMALL = 1e-100
 _CHUNK = 2**22
-_NARROW, _TINY = 2.0**-23, 1e-37  # what float32 takes of a number, relative and absolute
+_TINY = 1e-37  # what float32 takes of a number that is too small for it
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,9 @@ class SmoothUnits(SmoothLocal):
 
         lengths = self._lengths.reshape(-1, units)
         sizes = self._bend.abs().reshape(-1, units) * size + self._turn.abs().reshape(-1, units) * lengths.square()
-        total = torch.linalg.vector_norm((sizes * lengths) @ self._wiring.lengths())
-        return at, 32 * THETA * float(total)
+        own = self._bend.abs().reshape(-1, units) * second_lengths(second).reshape(-1, units)
+        total, kept = (torch.linalg.vector_norm((x * lengths) @ self._wiring.lengths()) for x in (sizes, own))
+        return at, 32 * THETA * float(total) + NARROW * float(kept)
 
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         self._tokens = tokens
@@ -195,7 +196,7 @@ class SmoothUnits(SmoothLocal):
             for x in (self._third if bent else self._left, self._steep, self._second, self._bend.sign())
         )
         most = torch.maximum(steep, third)  # of what a coefficient multiplies
-        narrow = _NARROW * (c.abs() @ most) + _TINY * most.sum()
+        narrow = NARROW * (c.abs() @ most) + _TINY * most.sum()
         beyond = beyond + c.abs() @ third + prepared.written.lost(most) + narrow
         if not bent:
             return beyond * (1 + 1e-9), beyond * (1 + 1e-9)
@@ -220,7 +221,7 @@ class SmoothUnits(SmoothLocal):
         x = self._x.reshape(-1, self._units, self._x.shape[-1])[tokens].flatten(0, 1)
         problem.add_squares(x, weights, 2 * rounding * lengths.square(), rho)
         problem.lose("carried rests", float(c.abs() @ number) * (1 + 1e-9))
-        narrow = _NARROW * float(c.abs() @ steep) + _TINY * float(steep.sum())
+        narrow = NARROW * float(c.abs() @ steep) + _TINY * float(steep.sum())
         problem.lose("rounding", (float(prepared.written.lost(steep)[s]) + narrow) * (1 + 1e-9))
         if varying is not None:
             problem.lose("carried rests", float(varying @ self._steep) * (1 + 1e-9))

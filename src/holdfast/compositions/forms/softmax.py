@@ -13,7 +13,17 @@ from holdfast.attention.layer import project
 from holdfast.attention.rotary import Rotary
 from holdfast.compositions.forms.covered import Covered, Four, Softened, at_rows
 from holdfast.compositions.forms.heads import HeadRows
-from holdfast.compositions.forms.local import THETA, Problem, Rests, Size, SmoothLocal, Twist, token_lengths
+from holdfast.compositions.forms.local import (
+    NARROW,
+    THETA,
+    Problem,
+    Rests,
+    Size,
+    SmoothLocal,
+    Twist,
+    second_lengths,
+    token_lengths,
+)
 from holdfast.compositions.forms.suprema import length
 from holdfast.compositions.forms.third import HeadTwists, Triples, beyond_third, second_order
 from holdfast.layers.attention.piece import Attention
@@ -130,7 +140,9 @@ class Softmax(SmoothLocal):
         many = size * second.shape[0] ** 0.5  # the length of all second orders together
         on_g = (q + k) * many + logits * (many + 2 * q * k + logits**2)
         total = self._value * on_g + 2 * (logits**2 + 2 * q * k + many) * v + logits * many
-        return at, 64 * self._theta * self._outer * total
+        own = float(torch.linalg.vector_norm(second_lengths(second)))
+        kept = own * (self._value * (q + k + logits) + 2 * v + logits)
+        return at, (64 * self._theta * total + NARROW * kept) * self._outer * (1 + 1e-9)
 
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Queries of the rows, keys, values and centred logits."""
@@ -180,13 +192,22 @@ class Softmax(SmoothLocal):
         p, most, seen = (x[:, self._rows] for x in (self._p, self._largest_p, self._seen))
         spread = (self._v.unsqueeze(1) - (p @ self._v).unsqueeze(2)) * seen.unsqueeze(-1)
         soft = Softened(p, most, seen, spread, self._value, self._theta)
+        self._settled: tuple[Size, Four, Four, Tensor | None] | None = None
         self._heads: dict[int | None, HeadRows] = {None: HeadRows(soft, self._split(X), self._split(first))}
 
     def _heads_at(self, row: int | None) -> HeadRows:
         """The heads at one of the rows, or at all of them."""
         if row not in self._heads:
             self._heads[row] = self._heads[None].at(torch.tensor([row]))
+            self._settle_row(row)
         return self._heads[row]
+
+    def _settle_row(self, row: int | None) -> None:
+        """Tells one row what is known at the last scale, if there was one."""
+        if row is not None and self._settled is not None:
+            chosen, (size, rests, small, bending) = torch.tensor([row]), self._settled
+            own = None if bending is None else bending[:, chosen]
+            self._heads[row].settle(size, at_rows(rests, chosen), at_rows(small, chosen), own)
 
     def prepare(self, mu: Tensor) -> AttentionRows:
         mu = mu[:, self._rows]
@@ -212,11 +233,9 @@ class Softmax(SmoothLocal):
         whole = self._heads[None]
         bending = None if self.bending is None else self.bending.reshape(all_rests[3].shape)
         turned = whole.settle(size, all_rests, small, bending)
-        for row, heads in self._heads.items():
-            if row is not None:
-                chosen = torch.tensor([row])
-                own = None if bending is None else bending[:, chosen]
-                heads.settle(size, at_rows(all_rests, chosen), at_rows(small, chosen), own)
+        self._settled = size, all_rests, small, bending
+        for row in self._heads:
+            self._settle_row(row)
         out = torch.linalg.vector_norm(turned) * self._outer
         return float((out + abs(self._residual) * moved) * (1 + 1e-9))
 

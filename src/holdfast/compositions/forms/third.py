@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import final
 
@@ -17,23 +18,37 @@ from holdfast.linalg.directions import Directions
 _NARROW = 2.0**-22  # what float32 takes of a number, and more
 
 
+#: A bilinear form of a first order at some directions and a second order at some pairs, (…, directions, pairs).
+Outer = Callable[[slice, Tensor], Tensor]
+
+
 @final
 @dataclass(frozen=True)
 class Triples:
-    """All triples q <= r <= s of directions with one q: r, s, and which pairs rs, qs, qr they make."""
+    """Triples q <= r <= s of directions with one q and r from `begin` on: r, s, and which pairs rs, qs, qr they make.
+
+    `beside` has the pairs of q with every r, `beyond` those with every direction from `begin` on.
+    """
 
     q: int
+    begin: int
     r: Tensor
     s: Tensor
     rs: Tensor
     qs: Tensor
     qr: Tensor
+    beside: Tensor
+    beyond: Tensor
 
     @classmethod
-    def of(cls, q: int, directions: Directions) -> Triples:
-        r, s = torch.triu_indices(directions.p - q, directions.p - q) + q
-        place = directions.place
-        return cls(q, r, s, place[r, s], place[q, s], place[q, r])
+    def parts(cls, q: int, directions: Directions, most: int) -> Iterator[Triples]:
+        """All with one q, so many at a time, or those of one r."""
+        p, place, begin = directions.p, directions.place, q
+        while begin < p:
+            end = min(p, begin + max(1, most // (p - begin)))
+            r, s = torch.triu_indices(end - begin, p - begin) + begin
+            yield cls(q, begin, r, s, place[r, s], place[q, s], place[q, r], place[q, begin:end], place[q, begin:])
+            begin = end
 
     @property
     def count(self) -> Tensor:
@@ -41,10 +56,11 @@ class Triples:
         same = (self.r == self.q).double() + (self.s == self.r).double()
         return torch.where(same == 0, 6.0, torch.where(same == 1, 3.0, 1.0)).double()
 
-    def symmetric(self, outer: Tensor) -> Tensor:
-        """Of numbers (…, r, s) for all ordered r, s >= q: those at r <= s and those at s, r, added."""
-        r, s = self.r - self.q, self.s - self.q
-        return outer[..., r, s] + outer[..., s, r]
+    def symmetric(self, outer: Outer) -> Tensor:
+        """What a form gives of r and the pair qs, and of s and the pair qr, added."""
+        r, s, rows = self.r - self.begin, self.s - self.begin, slice(self.begin, self.begin + len(self.beside))
+        one, other = outer(rows, self.beyond), outer(slice(self.begin, None), self.beside)
+        return one[..., r, s] + other[..., s, r]
 
     def added(self, first: Tensor, second: Tensor) -> Tensor:
         """first_q second_rs + first_r second_qs + first_s second_qr, for (…, p) and (…, pairs)."""
@@ -105,7 +121,7 @@ class HeadTwists:
 
     Args:
         heads: all rows.
-        second: (…, pairs) of queries, keys, values and logits.
+        second: (…, pairs) of queries, keys, values and logits, in float32.
     """
 
     def __init__(self, heads: HeadRows, second: Four, directions: Directions) -> None:
@@ -128,22 +144,27 @@ class HeadTwists:
     def at(self, t: Triples) -> Tensor:
         """(h, i, k, triples) three times the symmetric coefficients of the heads' outputs."""
         (Q, K, V, L), (Q2, K2, V2, _) = self._heads.rows, self._second
-        q, at = t.q, slice(t.q, None)
-        p = self._heads.soft.p
-        beside = t.qs[: L.shape[-1] - q]  # the pairs of q with every s >= q
+        q, p, carried = t.q, self._heads.soft.p, self._carried
+
+        def crossed(first: slice, pairs: Tensor) -> Tensor:
+            made = torch.einsum("hikr,hjks->hijrs", Q[..., first], K2[..., pairs].double())
+            made += torch.einsum("hiks,hjkr->hijrs", Q2[..., pairs].double(), K[..., first])
+            return made
+
+        def in_values(first: slice, pairs: Tensor) -> Tensor:
+            made = torch.einsum("hijs,hjkr->hikrs", carried[..., pairs], V[..., first])
+            made += torch.einsum("hijr,hjks->hikrs", p.unsqueeze(-1) * L[..., first], V2[..., pairs].double())
+            return made
+
         # (v - E[v]) times q·k₂ + q₂·k + ℓ(ℓ₂ + b + ℓ²/6 - ½E[ℓ²])
-        on = torch.einsum("hik,hjkm->hijm", Q[..., q], K2[..., t.rs])
-        on += torch.einsum("hikm,hjk->hijm", Q2[..., t.rs], K[..., q])
-        outer = torch.einsum("hikr,hjks->hijrs", Q[..., at], K2[..., beside])
-        outer += torch.einsum("hiks,hjkr->hijrs", Q2[..., beside], K[..., at])
-        on += t.symmetric(outer) + t.added(L, self._grown)
+        on = torch.einsum("hik,hjkm->hijm", Q[..., q], K2[..., t.rs].double())
+        on += torch.einsum("hikm,hjk->hijm", Q2[..., t.rs].double(), K[..., q])
+        on += t.symmetric(crossed) + t.added(L, self._grown)
         out = self._spread @ on
         # (b + ℓ₂ + ½ℓ²) times the values' first order, ℓ times their second
-        out += torch.einsum("hijm,hjk->hikm", self._carried[..., t.rs], V[..., q])
-        out += torch.einsum("hij,hjkm->hikm", p * L[..., q], V2[..., t.rs])
-        outer = torch.einsum("hijs,hjkr->hikrs", self._carried[..., beside], V[..., at])
-        outer += torch.einsum("hijr,hjks->hikrs", p.unsqueeze(-1) * L[..., at], V2[..., beside])
-        out += t.symmetric(outer)
+        out += torch.einsum("hijm,hjk->hikm", carried[..., t.rs], V[..., q])
+        out += torch.einsum("hij,hjkm->hikm", p * L[..., q], V2[..., t.rs].double())
+        out += t.symmetric(in_values)
         return out
 
 

@@ -1,0 +1,68 @@
+"""Forms of large networks: what is kept in less memory, made anew or only glanced at says the same, and is attacked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from holdfast.attacks.minimal import MinimalAttack
+from holdfast.compositions.forms import Margins, batches, jets, margins, softmax
+from holdfast.compositions.forms.local import SmoothLocal
+from holdfast.compositions.forms.third import Triples
+from holdfast.linalg.directions import Directions
+from test_network_forms_pieces import draw
+
+SMOOTH = ("pre-norm", "post-norm", "gated", "smooth beside")
+
+
+def _third(local: SmoothLocal, second: Tensor, directions: Directions, most: int) -> tuple[Tensor, Tensor, float]:
+    """The third order of a place from second orders of its functions, how often triples count, and its rounding."""
+    twist, defect = local.third_order(second, float(torch.linalg.vector_norm(second.double())), directions)
+    triples = [t for q in range(directions.p) for t in Triples.parts(q, directions, most)]
+    return torch.cat([twist(t) / 3 for t in triples]), torch.cat([t.count for t in triples]), defect
+
+
+@pytest.mark.parametrize("kind", SMOOTH)
+def test_third_orders_of_few_triples_and_of_second_orders_in_float32(kind: str) -> None:
+    network, x = draw(kind, 5)
+    forms = Margins(network, x[0])
+    directions, functions = Directions(forms.region.p, torch.device("cpu")), forms.functions
+    generator = torch.Generator().manual_seed(0)
+    for i, (known, _) in functions.items():
+        local = forms.walk.local(i)
+        assert isinstance(local, SmoothLocal)
+        second = torch.randn(len(known), len(directions.first), generator=generator, dtype=torch.float64)
+        exact, count, _ = _third(local, second, directions, 10**6)
+        few, _, _ = _third(local, second, directions, 3)
+        assert torch.allclose(exact, few, atol=1e-12)
+        narrow, _, defect = _third(local, second.float(), directions, 10**6)
+        wrong = (count @ (narrow - exact).square().sum((-2, -1))).sqrt()
+        assert 0 < float(wrong) <= defect
+
+
+@pytest.mark.parametrize("kind", SMOOTH)
+def test_functions_that_are_made_anew_say_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, x = draw(kind, 3)
+    monkeypatch.setattr(softmax, "_MANY", 0)
+    kept = Margins(network, x[0]).at(0.02).margins
+    monkeypatch.setattr(batches, "_ROOM", 0)
+    monkeypatch.setattr(jets, "_TRIPLES", 5)
+    assert torch.allclose(Margins(network, x[0]).at(0.02).margins, kept, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["pre-norm", "activations", "norms"])
+def test_glances_find_about_the_largest_scale(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, x = draw(kind, 1)
+    monkeypatch.setattr(jets.Jets, "affordable", lambda walk, region: False)
+    usual = Margins(network, x[0]).largest(1e-2)
+    monkeypatch.setattr(margins, "_LARGE", 0)
+    forms = Margins(network, x[0])
+    most = float((forms.walk.margins / torch.linalg.vector_norm(forms.gradients, dim=-1)).min())
+    glanced = forms._glanced(most, 0.0)
+    assert 0 < glanced <= 1.02 * usual
+    largest = forms.largest(1e-2)
+    assert 0.9 * usual <= largest <= 1.1 * usual
+    assert forms.decide(glanced).least > 0
+    attack = MinimalAttack(steps=30)(network, x, network(x).argmax(-1)).radius
+    assert largest < float(attack)
