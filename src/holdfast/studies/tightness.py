@@ -122,18 +122,23 @@ def tables(measurements: Sequence[LayerTightness]) -> list[Table]:
 
 
 def draw_ratios(measurements: Sequence[LayerTightness]) -> Figure:
-    """Ratio minus one over eps, mean and range over the layers, a panel for each regime."""
+    """Ratio minus one over eps, mean and range over the layers: a panel for each regime, a row for all positions."""
     groups = _by_regime(measurements)
-    figure = new_figure(2.6 * len(groups), 3.0)
-    panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+    lines = len({regime.positions for regime in groups})
+    figure = new_figure(2.6 * len(groups) / lines, 0.8 + 2.2 * lines)
+    grid = figure.subplots(lines, len(groups) // lines, sharey=True, squeeze=False)
+    panels = grid.flatten().tolist()
     for panel, (regime, rows) in zip(panels, groups.items(), strict=True):
         for name in rows[0].ratios:
             if name != "best":
                 above = torch.tensor([row.ratios[name] for row in rows]) - 1
                 draw_range(panel, rows[0].radii, above, marker=".", label=name)
-        panel.set(xscale="log", yscale="log", title=_panel(regime), xlabel="eps")
+        panel.set(xscale="log", yscale="log", title=_panel(regime))
         panel.grid(which="major", alpha=0.25)
-    panels[0].set_ylabel("bound / attack - 1")
+    for panel in grid[-1]:
+        panel.set_xlabel("eps")
+    for panel in grid[:, 0]:
+        panel.set_ylabel("bound / attack - 1")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=8, frameon=False)
     return figure
 
