@@ -87,6 +87,19 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
         {"hidden_size": 16, "n_layer": 1, "n_head": 4, "vocab_size": 40},
         ("score_bias=(4, 5, 5)",),
     ),
+    "MPT": (
+        "MptModel",
+        "MptConfig",
+        {"d_model": 16, "n_layers": 1, "n_heads": 4, "vocab_size": 40, "max_seq_len": 8},
+        ("score_bias=(4, 5, 5)",),
+    ),
+    "GPT-J": (
+        "GPTJModel",
+        "GPTJConfig",
+        {"n_embd": 16, "n_layer": 1, "n_head": 4, "vocab_size": 40, "n_positions": 8, "rotary_dim": 2},
+        ("rotary=(5, 2)",),
+    ),
+    "Mistral": ("MistralModel", "MistralConfig", SIZES | {"hidden_size": 16, "sliding_window": 3}, ("mask=(5, 5)",)),
 }
 IDS = torch.tensor([[5, 9, 12, 7, 30], [6, 11, 20, 22, 9]])
 

@@ -108,6 +108,9 @@ def _same(reader: Reader, target: Any, x: Value, *args: Any, **kwargs: Any) -> V
     name = target._schema.name.partition("::")[2]
     if "dropout" in name and len(args) > 1 and args[1] and args[0]:
         refuse("drops entries at random; call model.eval(), and leave out dropout that is always on")
+    if isinstance(x, Tensor):  # a mask may come as numbers
+        result: Value = target(x, *args, **kwargs)
+        return result
     return x
 
 

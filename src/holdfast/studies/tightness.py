@@ -1,7 +1,8 @@
 """How far each bound is above what an attack attains, on random layers in four regimes.
 
 Gaussian d x d matrices scaled to a spectral norm, rows of x scaled to a length, residual 1: near-uniform attention for
-unit rows and small weights, one-hot attention for rows of length √d and weights of norm 3.
+unit rows and small weights, one-hot attention for rows of length √d and weights of norm 3; the same layers with rotary
+positions, whose frequencies fall from 1 to nearly 1/10,000, where these are asked for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from holdfast import api
-from holdfast.attention import AttentionLayer
+from holdfast.attention import AttentionLayer, Rotary
 from holdfast.bounds import bounds
 from holdfast.errors import InputError
 from holdfast.report.style import draw_range, new_figure
@@ -31,22 +32,24 @@ RADII = (0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0)
 @final
 @dataclass(frozen=True)
 class Regime:
-    """A shape, the spectral norm of the four weight matrices, and the length of the rows of x."""
+    """A shape, the spectral norm of the four weight matrices, the length of the rows of x, and what tells positions."""
 
     n: int
     d: int
     h: int
     weight: float
     row: float
+    positions: str = "none"
 
     @property
     def title(self) -> str:
-        return f"n={self.n} d={self.d} h={self.h}, |W|={self.weight:g}, rows of length {self.row:.3g}"
+        turned = "" if self.positions == "none" else f", {self.positions} positions"
+        return f"n={self.n} d={self.d} h={self.h}, |W|={self.weight:g}, rows of length {self.row:.3g}{turned}"
 
 
-def regimes(n: int, d: int, h: int) -> list[Regime]:
+def regimes(n: int, d: int, h: int, positions: str = "none") -> list[Regime]:
     """The four regimes of one shape, from flat to peaked attention."""
-    return [Regime(n, d, h, weight, row) for row in (1.0, math.sqrt(d)) for weight in (1.0, 3.0)]
+    return [Regime(n, d, h, weight, row, positions) for row in (1.0, math.sqrt(d)) for weight in (1.0, 3.0)]
 
 
 def draw(regime: Regime, seed: int) -> tuple[AttentionLayer, Tensor]:
@@ -62,7 +65,15 @@ def draw(regime: Regime, seed: int) -> tuple[AttentionLayer, Tensor]:
     q, k, v = (w.reshape(d, h, d // h).movedim(1, 0) for w in (w_q, w_k, w_v))
     x = gaussian(n, d)
     x = x * (regime.row / torch.linalg.vector_norm(x, dim=-1, keepdim=True))
-    return AttentionLayer(q, k, v, w_o.reshape(h, d // h, d), residual=1.0), x
+    rotary = None if regime.positions == "none" else _turning(n, d // h)
+    return AttentionLayer(q, k, v, w_o.reshape(h, d // h, d), residual=1.0, rotary=rotary), x
+
+
+def _turning(n: int, k: int) -> Rotary:
+    """Position i turns the pair m of k/2 by i · 10000^(-2m/k)."""
+    frequencies = 10000.0 ** (-2 * torch.arange(k // 2, dtype=torch.float64) / k)
+    angles = (torch.arange(n, dtype=torch.float64)[:, None] * frequencies).repeat(1, 2)
+    return Rotary(angles.cos(), angles.sin())
 
 
 @final
@@ -111,20 +122,30 @@ def tables(measurements: Sequence[LayerTightness]) -> list[Table]:
 
 
 def draw_ratios(measurements: Sequence[LayerTightness]) -> Figure:
-    """Ratio minus one over eps, mean and range over the layers, a panel for each regime."""
+    """Ratio minus one over eps, mean and range over the layers: a panel for each regime, a row for all positions."""
     groups = _by_regime(measurements)
-    figure = new_figure(2.6 * len(groups), 3.0)
-    panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+    lines = len({regime.positions for regime in groups})
+    figure = new_figure(2.6 * len(groups) / lines, 0.8 + 2.2 * lines)
+    grid = figure.subplots(lines, len(groups) // lines, sharey=True, squeeze=False)
+    panels = grid.flatten().tolist()
     for panel, (regime, rows) in zip(panels, groups.items(), strict=True):
         for name in rows[0].ratios:
             if name != "best":
                 above = torch.tensor([row.ratios[name] for row in rows]) - 1
                 draw_range(panel, rows[0].radii, above, marker=".", label=name)
-        panel.set(xscale="log", yscale="log", title=f"|W|={regime.weight:g}, rows {regime.row:.3g}", xlabel="eps")
+        panel.set(xscale="log", yscale="log", title=_panel(regime))
         panel.grid(which="major", alpha=0.25)
-    panels[0].set_ylabel("bound / attack - 1")
+    for panel in grid[-1]:
+        panel.set_xlabel("eps")
+    for panel in grid[:, 0]:
+        panel.set_ylabel("bound / attack - 1")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=8, frameon=False)
     return figure
+
+
+def _panel(regime: Regime) -> str:
+    title = f"|W|={regime.weight:g}, rows {regime.row:.3g}"
+    return title if regime.positions == "none" else f"{title}, {regime.positions}"
 
 
 def _by_regime(measurements: Sequence[LayerTightness]) -> dict[Regime, list[LayerTightness]]:
@@ -148,6 +169,7 @@ class TightnessParameters:
     """What `repro tightness` takes."""
 
     shape: tuple[int, ...] = option((64, 64, 8), "Tokens, width and heads.")
+    positions: tuple[str, ...] = option(("none",), "What tells positions: none, rotary.", grid=True)
     seeds: int = option(3, "How many random layers for each regime.", grid=True, least=1)
     eps: tuple[float, ...] = option(RADII, "Radii.")
     guarantee: Guarantee = option("numerical", "Of the bounds.")
@@ -167,7 +189,7 @@ class Tightness(Study[TightnessParameters]):
     kinds: ClassVar = {"layer": LayerTightness}
 
     def quick(self) -> TightnessParameters:
-        return TightnessParameters((6, 8, 2), 1, (0.01, 0.1))
+        return TightnessParameters((6, 8, 2), ("none", "rotary"), 1, (0.01, 0.1))
 
     def stem(self, parameters: TightnessParameters) -> str:
         n, d, h = parameters.shape
@@ -176,7 +198,15 @@ class Tightness(Study[TightnessParameters]):
     def plan(self, parameters: TightnessParameters, place: Workplace) -> StudyPlan:
         if len(parameters.shape) != 3:
             raise InputError(f"--shape is {parameters.shape}; expected tokens, width and heads, such as 64,64,8")
-        work = [(regime, seed) for regime in regimes(*parameters.shape) for seed in range(parameters.seeds)]
+        if unknown := sorted(set(parameters.positions) - {"none", "rotary"}):
+            raise InputError(f"--positions has {', '.join(unknown)}; expected none or rotary")
+        n, d, h = parameters.shape
+        if "rotary" in parameters.positions and d % (2 * h):
+            raise InputError(
+                f"--shape is {n},{d},{h}; rotary positions turn pairs, so the width of a head must be even"
+            )
+        kinds = [regime for positions in parameters.positions for regime in regimes(n, d, h, positions)]
+        work = [(regime, seed) for regime in kinds for seed in range(parameters.seeds)]
         return StudyPlan(
             [[StudyPart("layer", f"{regime.title}, seed {seed}", (regime, seed)) for regime, seed in work]]
         )
