@@ -74,7 +74,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def train_until(toml: Path, folder: Path, seconds: float | None) -> None:
+def train_until(toml: Path, folder: Path, seconds: float | None, shard_size: int | None) -> None:
     """Trains, and kills itself some seconds after the first step, if they are given."""
     torch.set_num_threads(1)
     loop._TELL_EVERY = 1
@@ -84,17 +84,21 @@ def train_until(toml: Path, folder: Path, seconds: float | None) -> None:
         if seconds is not None and clock.ident is None:
             clock.start()
 
-    loop.train(toml, folder, device="cpu", checkpoint_seconds=0.02, progress=tell)
+    loop.train(toml, folder, device="cpu", checkpoint_seconds=0.02, shard_size=shard_size, progress=tell)
 
 
-def test_ten_kills_at_random_moments_change_no_bit(folder: Path) -> None:
+@pytest.mark.parametrize("kind", ["plain", "in shards, with slow weights"])
+def test_ten_kills_at_random_moments_change_no_bit(folder: Path, kind: str) -> None:
     """Some fall into a step, some into the writing of a checkpoint."""
-    toml = described(folder, epochs=300, augment='"shift"')
+    toml, shard_size = described(folder, epochs=300, augment='"shift"'), None
+    if kind != "plain":
+        toml.write_text(toml.read_text().replace("batch = 16", "batch = 16\nlookahead = 4"))
+        shard_size = 8_000
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["holdfast.train.loop"])
 
     def train(name: str, seconds: float | None = None) -> int | None:
-        process = processes.Process(target=train_until, args=(toml, folder / name, seconds))
+        process = processes.Process(target=train_until, args=(toml, folder / name, seconds, shard_size))
         process.start()
         process.join(timeout=300)
         return process.exitcode
