@@ -147,9 +147,10 @@ def test_compact_checkpoints_have_a_quarter_of_the_size(digits, tmp_path):
 
 
 def test_centring_takes_means_off_and_is_a_constant_at_the_end(digits, tmp_path):
-    chosen = setup(digits, epochs=4, evaluate_every=2)
+    chosen = setup(digits, batch=40, epochs=1)
     chosen = replace(
-        chosen, model=replace(chosen.model, centring=True, dense_layers=1, stem_layers=1, stem="convolutions")
+        chosen,
+        model=replace(chosen.model, centring=True, dense_layers=1, stem_layers=1, stem="convolutions", stem_width=16),
     )
     run = train(chosen, tmp_path / "whole", device="cpu")
     centres = [module for module in run.model.modules() if isinstance(module, Centring)]
