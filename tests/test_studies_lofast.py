@@ -17,6 +17,7 @@ from holdfast.attacks.auto_pgd import AutoPgd
 from holdfast.cli import main
 from holdfast.errors import InputError, SoundnessError
 from holdfast.studies import StudyRun, Workplace, from_json, lofast_grid, lofast_grid_study
+from holdfast.studies.lofast_grid_statements import grid_statements
 from holdfast.studies.lofast_grid_study import GridParameters, LofastFigure2, LofastFigure5
 from holdfast.studies.processes import Tell, side_by_side
 from holdfast.train.config import agrees
@@ -313,3 +314,18 @@ def test_the_longest_networks_come_first() -> None:
     assert len(chosen) == 48
     sizes = [(one.values["depth"], one.values["patch"]) for one in chosen]
     assert (sizes[0], sizes[-1]) == ((6.0, 4.0), (2.0, 8.0))
+
+
+def test_statements_compare_networks_that_are_equal_but_for_one_value() -> None:
+    def network(depth: float, norm: float, reach: float) -> lofast_grid.CertifiedNetwork:
+        radius = {"lofast": [reach] * 4, "layerwise": [0.05] * 4}
+        return result(values={"depth": depth, "attention_norm": norm}, radius=radius, attack=[None] * 4)
+
+    results = [network(2, 0.5, 0.05), network(6, 0.5, 0.0), network(2, 1.0, 0.05), network(6, 1.0, 0.05)]
+    by_claim = {one.claim: one for one in grid_statements(results, 0.05, "0.05")}
+    right = 100 * sum(result().right) / 4
+    layers = by_claim["more layers cost certified accuracy"]
+    assert layers.judgement == "confirmed"
+    assert f"lofast {-right / 2:+.1f} ({-right:+.1f} to +0.0), layerwise +0.0" in layers.evidence
+    assert by_claim["larger norms of W^V and W^O cost certified accuracy"].judgement == "refuted"
+    assert not any("heads" in claim for claim in by_claim)

@@ -21,7 +21,9 @@ from holdfast.errors import InputError
 from holdfast.report.style import PALETTE, new_figure
 from holdfast.results import Guarantee
 from holdfast.studies.lofast_grid import LOFAST, CertifiedNetwork, measure, members
+from holdfast.studies.lofast_grid_statements import grid_statements
 from holdfast.studies.processes import Tell
+from holdfast.studies.statements import statement_page, statement_table, to_json
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 from holdfast.train.config import agrees
 
@@ -231,7 +233,14 @@ class GridStudy(Study[GridParameters], ABC):
     @final
     def show(self, parameters: GridParameters, records: Records) -> StudyOutput:
         results = sorted(records.of("network"), key=lambda one: (*one.values.values(), one.seed))
-        return StudyOutput({}, [table(self, results)], {"": draw_grid(self, results)}, markdown(self, results))
+        radius = self.radii[1]
+        statements = grid_statements(results, radius, self.shown(radius))
+        return StudyOutput(
+            {"statements": to_json(statements)},
+            [table(self, results), statement_table(self.heading, statements)],
+            {"": draw_grid(self, results)},
+            f"{markdown(self, results)}\n{statement_page(statements)}",
+        )
 
 
 @final
