@@ -63,7 +63,7 @@ def worst_excess(forms: Margins, x: Tensor, scale: float, shape: Tensor | None, 
     before = {id(place.piece): i for i, place in enumerate(walk.places)}
     for i, (low, high) in forms.beyond.items():
         C, _ = walk.places[i].local.covectors(forms.tokens[i])  # type: ignore[union-attr]
-        first = forms.functions[i][0].X @ forms.region.basis.mT
+        first = forms.first_order(i) @ forms.region.basis.mT
         pick = torch.linspace(0, len(C) - 1, 5).long()
 
         def rest(G: Tensor, i: int = i, C: Tensor = C[pick], first: Tensor = first[pick]) -> Tensor:

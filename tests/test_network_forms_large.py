@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from forms_cases import worst_excess
 from holdfast.attacks.minimal import MinimalAttack
 from holdfast.compositions.forms import Margins, batches, jets, margins, softmax
 from holdfast.compositions.forms.local import SmoothLocal
+from holdfast.compositions.forms.normalised import Normalised
 from holdfast.compositions.forms.third import Triples
 from holdfast.linalg.directions import Directions
+from holdfast.testing.draw import Dice
 from test_network_forms_pieces import draw
 
 SMOOTH = ("pre-norm", "post-norm", "gated", "smooth beside")
@@ -49,6 +52,31 @@ def test_functions_that_are_made_anew_say_the_same(kind: str, monkeypatch: pytes
     monkeypatch.setattr(batches, "_ROOM", 0)
     monkeypatch.setattr(jets, "_TRIPLES", 5)
     assert torch.allclose(Margins(network, x[0]).at(0.02).margins, kept, rtol=1e-9)
+
+
+def _derive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jets.Jets, "affordable", lambda walk, region: False)
+    monkeypatch.setattr(batches, "_NUMBERS", 0)
+
+
+@pytest.mark.parametrize("box", [False, True])
+def test_no_attack_goes_beyond_functions_that_follow_from_normalisations(
+    box: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _derive(monkeypatch)
+    for seed, scale in ((1, 0.1), (2, 0.5)) if box else ((0, 0.02), (1, 0.1)):
+        network, x = draw("pre-norm", seed)
+        shape = torch.exp(0.5 * Dice(seed).normal(*x.shape[1:])) if box else None
+        forms = Margins(network, x[0], shape)
+        assert worst_excess(forms, x, scale, shape, seed) < 1e-12
+        assert forms._batches.derived
+
+
+def test_a_normalisation_that_forgets_its_rest_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    _derive(monkeypatch)
+    monkeypatch.setattr(Normalised, "output_beyond", lambda self: torch.zeros_like(self.u))
+    network, x = draw("pre-norm", 1)
+    assert worst_excess(Margins(network, x[0]), x, 0.1, None, 1) > 1e-9
 
 
 @pytest.mark.parametrize("kind", ["pre-norm", "activations", "norms"])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from holdfast import data as datasets
 from holdfast.attacks.minimal import MinimalAttack
-from holdfast.clock import processor_seconds
+from holdfast.clock import peak_memory, processor_seconds
 from holdfast.compositions import certify_inputs, compositions
 from holdfast.errors import InputError, SoundnessError
 from holdfast.graph import Readings, to_network
@@ -55,6 +55,7 @@ class CifarImage:
         processor_seconds: that it took of one core.
         unfinished: what was left out for lack of time.
         decided: whether no radius but 36/255 was asked for.
+        memory: MiB, the largest resident size of the process until then; 0 where it was not measured.
     """
 
     network: str
@@ -69,6 +70,7 @@ class CifarImage:
     processor_seconds: float = 0.0
     unfinished: tuple[str, ...] = ()
     decided: bool = False
+    memory: float = 0.0
 
     def __post_init__(self) -> None:
         if self.attack is not None and self.radius > self.attack:
@@ -159,7 +161,7 @@ class CifarVitStudy(Study[CifarVitParameters]):
         used = processor_seconds()
         at = (RADIUS,) if parameters.decide else ()
         (certified,) = certify_inputs(converted.network, x, method=parameters.method, at=at, seconds=parameters.seconds)
-        used = processor_seconds() - used
+        used, memory = processor_seconds() - used, peak_memory()
         tell(0.8)
         attack = _ATTACK(converted.network, x, answer).radius.item()
         return CifarImage(
@@ -175,6 +177,7 @@ class CifarVitStudy(Study[CifarVitParameters]):
             seconds=certified.seconds,
             processor_seconds=used,
             unfinished=certified.unfinished,
+            memory=memory,
         )
 
     def show(self, parameters: CifarVitParameters, records: Records) -> StudyOutput:
@@ -195,6 +198,7 @@ class NetworkSummary:
         ratio: of these medians.
         certified: the share of all images that are right with a proved radius of 36/255 or more.
         withstood: the share that are right, and that no attack changes within 36/255.
+        processor_seconds: their median; `memory` the most of all.
         losses: the mean share of each loss, of all that the margin lost.
     """
 
@@ -209,6 +213,7 @@ class NetworkSummary:
     withstood: float
     seconds: float
     processor_seconds: float
+    memory: float
     losses: dict[str, float]
 
 
@@ -238,6 +243,7 @@ def summed_up(name: str, group: Sequence[CifarImage]) -> NetworkSummary:
         withstood=sum(one.right and (one.attack is None or one.attack > RADIUS) for one in group) / len(group),
         seconds=_median([one.seconds for one in right]) or 0.0,
         processor_seconds=_median([one.processor_seconds for one in right]) or 0.0,
+        memory=max((one.memory for one in right), default=0.0),
         losses=mean_shares(one.losses or {} for one in right),
     )
 
@@ -248,7 +254,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 _COLUMNS = (
     "network", "layers", "recipe", "clean %", "PGD %", "images", "right", "proved", "attack", "ratio", "at 36/255 %",
-    "attacked %", "s", "core s", "lost most to",
+    "attacked %", "s", "core s", "GiB", "lost most to",
 )  # fmt: skip
 
 
@@ -274,6 +280,7 @@ def _cells(row: NetworkSummary) -> list[str]:
         f"{100 * row.withstood:.3g}",
         f"{row.seconds:.0f}",
         f"{row.processor_seconds:.0f}",
+        f"{row.memory / 1024:.1f}",
         lost_most(row.losses),
     ]
 

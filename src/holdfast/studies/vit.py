@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -22,7 +20,7 @@ from rich.table import Table
 from torch import Tensor
 
 from holdfast.attacks.minimal import MinimalAttack
-from holdfast.clock import processor_seconds
+from holdfast.clock import peak_memory, processor_seconds
 from holdfast.compositions import certify_inputs, compositions
 from holdfast.errors import InputError, SoundnessError
 from holdfast.graph import to_network
@@ -149,7 +147,7 @@ def examine(subject: TrainedVit, i: int, methods: Sequence[str]) -> VitDigit:
         (certified[method],) = certify_inputs(subject.network, subject.x[i : i + 1], method=method)
         processor[method] = processor_seconds() - began
     radii, seconds = ({name: getattr(one, key) for name, one in certified.items()} for key in ("radius", "seconds"))
-    memory = _peak_memory()
+    memory = peak_memory()
     alone = replace(subject, x=subject.x[i : i + 1], labels=subject.labels[i : i + 1])
     (nearest,) = attack(alone)
     return VitDigit(subject.setting, subject.places[i], radii, seconds, memory, nearest, processor)
@@ -213,12 +211,6 @@ def table(models: Sequence[VitModel], digits: Sequence[VitDigit]) -> Table:
 
 def _shown(value: float | None, places: int) -> str:
     return "-" if value is None else f"{value:.{places}f}"
-
-
-def _peak_memory() -> float:
-    """MiB, of the process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 
 
 def _length(v: Tensor) -> Tensor:

@@ -10,14 +10,17 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from holdfast.compositions.forms.derived import Derived
 from holdfast.compositions.forms.jets import Jets
 from holdfast.compositions.forms.local import Rests
+from holdfast.compositions.forms.normalised import Normalised
 from holdfast.compositions.forms.region import Region
 from holdfast.compositions.forms.walk import CentreWalk, Covectors
 from holdfast.errors import SoundnessError
 
 _CHUNK = 2**20  # numbers of covectors that are treated together
 _ROOM = 2**25  # numbers of covectors at earlier places that are kept beside jets, about; others are made anew
+_NUMBERS = 6e8  # of covectors at earlier places, beyond which functions are derived from normalisations
 _BUDGET = 2e10  # products for what a batch of covectors turns by
 
 
@@ -44,6 +47,7 @@ class Batches:
     Attributes:
         tokens: for every place that is not affine, the tokens of its output on which a margin depends.
         functions: the scalars of every such place, pulled back, and what they were rounded by.
+        derived: places whose functions follow from those of a normalisation, where all functions are too many.
         suprema: of their first order, for scale 1.
         jets: the second and third orders of all places together, where that is affordable.
         outputs: for attention whose covectors vary, the coordinates of its output.
@@ -55,6 +59,7 @@ class Batches:
         self._walk, self._region, self._in_time = walk, region, in_time
         self.tokens: dict[int, Tensor] = {}
         self.functions: dict[int, tuple[Covectors, Tensor]] = {}
+        self.derived: dict[int, Derived] = {}
         self.suprema: dict[int, Tensor] = {}
         self._parts: dict[int, list[BatchPart | None]] = {}  # of these functions; None for one that is made anew
         self.outputs: dict[int, list[BatchPart]] = {}
@@ -65,8 +70,12 @@ class Batches:
         if self.jets is not None:
             self._prepare_with(self.jets)
         else:
+            many = self._many()
             for i in walk.curved:
-                self._prepare(i)
+                if many and self._follows(i):
+                    self._derive(i)
+                else:
+                    self._prepare(i)
         self._margins, self.ends = margins.without_places(), self._part(margins.at, len(margins), 1.0)
         self._prepare_outputs()
 
@@ -106,6 +115,30 @@ class Batches:
             bent = local.attention.bent(self._sights[i], _BUDGET) if self._sights[i] else None
             if bent is not None:
                 self.bends[i] = [BatchPart(len(next(iter(bent.values()))), {}, bent)]
+
+    def _many(self) -> bool:
+        """Whether all functions' covectors at all earlier places are more numbers than can be kept."""
+        total, before = 0.0, 0
+        for i in self._walk.curved:
+            local, n = self._walk.local(i), len(self._walk.places[i].u)
+            share = 1.0 if local.attention is not None else len(self.tokens[i]) / n
+            total += local.scalars * share * before
+            before += self._walk.places[i].u.numel() if local.attention is not None else int(local.scalars * share)
+        return total > _NUMBERS
+
+    def _follows(self, i: int) -> bool:
+        """Whether a place takes the output of a normalisation, and of nothing else."""
+        members = next(stage[0] for stage in self._walk.stages if i in stage[0])
+        return i - 1 in members and isinstance(self._walk.places[i - 1].local, Normalised)
+
+    def _derive(self, i: int) -> None:
+        """The functions of a place, from those of the normalisation before it."""
+        self._in_time()
+        local, norm, defect = self._walk.local(i), self._walk.local(i - 1), self._walk.places[i - 1].defect
+        assert isinstance(norm, Normalised)
+        self.derived[i] = derived = Derived(local, norm, self.tokens[i], local.stride, defect)
+        self.suprema[i], self._sights[i] = self._region.supremum(derived.X), {}
+        local.place(derived.X, self.suprema[i])
 
     def _place(self, i: int, pulled: list[Covectors], error: Tensor) -> None:
         functions = Covectors.joined(pulled)

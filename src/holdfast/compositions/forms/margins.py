@@ -28,7 +28,8 @@ _TRIFLE = 0.002  # of a margin, that all places together may lose to what is not
 _SLIGHT = 0.005  # a rest of this share of a function's first order is not made smaller
 _LITTLE = 0.02  # of a margin: what a place takes of it is not made smaller, where rests are bounded roughly
 _GLANCES, _GLANCE = 16, 0.02  # scales that are glanced at, at most, and the precision at which that ends
-_BEGIN, _EARLY = 0.75, 0.15  # the first scale that is tried, as a share of the first-order one; with jets
+_BEGIN = 0.75  # the first scale that is tried, as a share of the first-order one
+_EARLY, _EARLIER = 0.15, 0.02  # the same with jets, or for a glance; where functions are derived
 _FALL, _SLOWLY = 3.0, 2  # of a scale at which nothing is proved; its powers where that has happened more than so often
 _FAR, _BLIND = 4.0, 10  # a scale beyond which the search goes down by square roots, so often at most
 _SETTLED, _TRIALS, _PROOFS = 8, 8, 4  # scales for which rests are settled, tried for each, and proved at most
@@ -125,8 +126,13 @@ class Margins:
 
     @property
     def functions(self) -> dict[int, tuple[Covectors, Tensor]]:
-        """The scalars of every place that is not affine, pulled back, and what they were rounded by."""
+        """The scalars of places that are not affine, pulled back, and what they were rounded by; unless derived."""
         return self._batches.functions
+
+    def first_order(self, i: int) -> Tensor:
+        """(K, p) the first-order rows of the functions of a place that is not affine."""
+        derived = self._batches.derived
+        return derived[i].X if i in derived else self.functions[i][0].X
 
     @property
     def tokens(self) -> dict[int, Tensor]:
@@ -203,7 +209,8 @@ class Margins:
             return _Settled(radius, tiny, tiny + self._batches.unsure(radius) + sum(orders), {}, orders)
         enough = None if self._sharp else torch.full_like(tiny, math.inf)
         settled = _Settled(radius, tiny, tiny + self._batches.ranges([self._batches.ends], radius, enough)[0], {})
-        if self._sharp or bool((self._cheaply(scale, settled) > 0).all()):
+        left = self._cheaply(scale, settled)
+        if self._sharp or bool((left > 0).all()) or not bool((left > -_HOPELESS * self.walk.margins).all()):
             return settled
         enough = _LITTLE * self.walk.margins.clamp(min=0.0)
         return _Settled(radius, tiny, tiny + self._batches.ranges([self._batches.ends], radius, enough)[0], {})
@@ -235,11 +242,14 @@ class Margins:
 
     def _settle_one(self, i: int, size: Size, moved: Tensor) -> float:
         self._in_time()
-        functions, error = self.functions[i]
-        tiny = (functions.tiny(size.scale, moved[:-1]) + error * moved[i]) * (1 + 1e-12)
         batches, local = self._batches, self.walk.local(i)
-        enough = (_SLIGHT * size.scale if self._sharp else math.inf) * batches.suprema[i].clamp(min=1e-300)
-        rests = batches.beyond(i, size.radius, enough, tiny)
+        if i in batches.derived:
+            rests = batches.derived[i].rests(size.radius, float(moved[i]))
+        else:
+            functions, error = self.functions[i]
+            tiny = (functions.tiny(size.scale, moved[:-1]) + error * moved[i]) * (1 + 1e-12)
+            enough = (_SLIGHT * size.scale if self._sharp else math.inf) * batches.suprema[i].clamp(min=1e-300)
+            rests = batches.beyond(i, size.radius, enough, tiny)
         self.beyond[i] = rests.low, rests.high
         attention = local.attention
         if attention is not None and i in batches.bends:
@@ -278,7 +288,7 @@ class Margins:
     def _minorant(self, s: int, settled: _Settled) -> Minorant:
         if s not in settled.minorants:
             value = float(self.walk.margins[s])
-            problem = Problem.of(value, self._margins.X[s], _TRIFLE * max(value, 0.0) / max(1, len(self.functions)))
+            problem = Problem.of(value, self._margins.X[s], _TRIFLE * max(value, 0.0) / max(1, len(self.walk.curved)))
             problem.lose("rounding", float(settled.tiny[s]))
             if settled.orders is None:
                 self._take(problem, s, settled.radius)
@@ -333,7 +343,7 @@ class Margins:
 
     def _glanced(self, most: float, least: float) -> float:
         """About the largest scale below `most` that a glance proves; not looked for below `least`."""
-        low, high, scale = 0.0, most, _BEGIN * most
+        low, high, scale = 0.0, most, most * (_EARLIER if self._batches.derived else _EARLY)
         for _ in range(_GLANCES):
             try:
                 lower = self._glance(scale)

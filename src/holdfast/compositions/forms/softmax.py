@@ -141,7 +141,7 @@ class Softmax(SmoothLocal):
         on_g = (q + k) * many + logits * (many + 2 * q * k + logits**2)
         total = self._value * on_g + 2 * (logits**2 + 2 * q * k + many) * v + logits * many
         own = float(torch.linalg.vector_norm(second_lengths(second)))
-        kept = own * (self._value * (q + k + logits) + 2 * v + logits)
+        kept = own * (2 * self._value * (q + k + logits) + 2 * v + logits)
         return at, (64 * self._theta * total + NARROW * kept) * self._outer * (1 + 1e-9)
 
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
