@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 import holdfast
-from benchmarks.gpu import second_call
+from benchmarks.gpu import counted, second_call
 from holdfast.attention import Rotary
 from holdfast.models import load
 from holdfast.storage import write_text
@@ -58,6 +58,7 @@ def _bounds(device: str, small: bool) -> Iterator[dict[str, Any]]:
                 "attack seconds": attacking,
                 "GiB": gigabytes,
                 "ratio to the attack": float(bound.value / witness.lower),
+                **counted(work),
             }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from holdfast import AttentionLayer, InputError, NotApplicableError, UnknownNameError
 from holdfast.attacks.minimal import MinimalAttack
-from holdfast.compositions import Composition, certify_inputs, compositions, register_composition
+from holdfast.compositions import Composition, certify_inputs, compositions, register_composition, segments
 from holdfast.compositions.search import largest
 from holdfast.errors import HoldfastError, MemoryLimitError
 from holdfast.layers.activation.functions import activations
@@ -238,6 +238,26 @@ def test_best_is_the_largest_and_names_it() -> None:
         assert best.decided
         assert min(best.margin, best.seconds) > 0
         assert best.prediction == int(network(x[i]).argmax())
+
+
+def test_of_many_classes_only_the_nearest_have_gradients_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, x = Case("pre").draw(3, b=1)
+    generator = torch.Generator().manual_seed(4)
+    head = Head(*(torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((40, 6), (40,))))
+    network = Network([network.stages[0], network.stages[-1]], head)
+    eps = torch.tensor([0.2], dtype=torch.float64)
+    every, features = (
+        compositions[name].curve(Centre(network, x, guarantee="numerical"))(eps)  # type: ignore[attr-defined]
+        for name in ("margin-gradient", "end-to-end")
+    )
+    monkeypatch.setattr(segments, "RIVALS", 6)
+    few = compositions["margin-gradient"].curve(Centre(network, x, guarantee="numerical"))(eps)  # type: ignore[attr-defined]
+    assert bool((features < few).all())  # the nearest classes are those that count
+    assert bool((few <= every).all())
+    assert bool((few <= attained(network, x, network(x).argmax(-1), eps)).all())
+    monkeypatch.setattr(segments, "RIVALS", 1)
+    least = compositions["margin-gradient"].curve(Centre(network, x, guarantee="numerical"))(eps)  # type: ignore[attr-defined]
+    assert bool((features <= least).all() & (least <= few).all())
 
 
 def test_best_says_what_did_not_apply() -> None:
