@@ -27,7 +27,7 @@ from holdfast.network.network import Network
 _TRIFLE = 0.002  # of a margin, that all places together may lose to what is not worth a matrix
 _SLIGHT = 0.005  # a rest of this share of a function's first order is not made smaller
 _LITTLE = 0.02  # of a margin: what a place takes of it is not made smaller, where rests are bounded roughly
-_GLANCES, _GLANCE = 16, 0.02  # scales that are glanced at, at most, and the precision at which that ends
+_GLANCES, _GLANCE = 16, 0.08  # scales that are glanced at, at most, and the precision at which that ends
 _BEGIN = 0.75  # the first scale that is tried, as a share of the first-order one
 _EARLY, _EARLIER = 0.15, 0.02  # the same with jets, or for a glance; where functions are derived
 _FALL, _SLOWLY = 3.0, 2  # of a scale at which nothing is proved; its powers where that has happened more than so often

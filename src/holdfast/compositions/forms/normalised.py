@@ -274,10 +274,10 @@ class Normalised(SmoothLocal):
     def output_rows(self) -> tuple[Tensor, Tensor]:
         """(n, d, p) first-order rows of the output, scale ⊙ (w - n a), and (n, d) what they are rounded by for ‖b‖ = 1.
 
-        Both vanish at tokens that do not matter.
+        At tokens that do not matter they are not numbers, of which nothing can be proved.
         """
         _, d, p = self._W.shape
-        rows, unsure = torch.zeros(len(self.u), d, p).double(), torch.zeros(len(self.u), d, dtype=torch.float64)
+        rows, unsure = (torch.full((len(self.u), *shape), torch.nan).double() for shape in ((d, p), (d,)))
         n = self._n[self._tokens]
         rows[self._tokens] = (self._W - n.unsqueeze(-1) * self._A.unsqueeze(1)) * self._scale.unsqueeze(-1)
         sizes = torch.linalg.vector_norm(self._W, dim=-1) + self._lengths.unsqueeze(-1)
@@ -286,7 +286,7 @@ class Normalised(SmoothLocal):
 
     def output_beyond(self) -> Tensor:
         """(n, d) what the output has beyond first order at the last scale: rests of w and a, and its own."""
-        beyond = torch.zeros(len(self.u), self.u.shape[-1], dtype=torch.float64)
+        beyond = torch.full_like(self.u, torch.nan)
         n = self._n[self._tokens].abs() + self._theta
         carried = (self._rest_w + n * self._rest_a.unsqueeze(-1)) * self._scale.abs() * (1 + 4 * self._theta + 1e-9)
         beyond[self._tokens] = carried + self._output_rests.reshape(carried.shape)
