@@ -140,8 +140,12 @@ def test_the_stored_networks_say_how_they_were_trained() -> None:
 
 def test_a_network_is_trained_once_and_its_nearest_changes_change_its_answers(tmp_path: Path) -> None:
     data = noise(6)
-    model, known = yudin_cifar.trained(TINY, data, data, tmp_path, "cpu")
-    assert known == yudin_cifar.trained(TINY, data, data, tmp_path, "cpu")[1]  # its seconds are those of the file
+    known = yudin_cifar.trained(TINY, data, data, tmp_path, "cpu")
+    assert known == yudin_cifar.trained(TINY, data, data, tmp_path, "cpu")  # its seconds are those of the file
+    model = yudin_cifar.recorded_network(TINY, tmp_path, known)
+    for folder, record in ((tmp_path, KNOWN), (tmp_path / "none", known)):
+        with pytest.raises(InputError, match="the network whose training is recorded is not in"):
+            yudin_cifar.recorded_network(TINY, folder, record)
     right = replace(data, labels=model(data.inputs).argmax(1))
     found = yudin_cifar.examined(model, TINY, right, "cpu")
     assert len(found.nearest) + found.not_found == len(right)

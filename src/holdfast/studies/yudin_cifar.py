@@ -19,6 +19,7 @@ from torch import Tensor
 from holdfast import data as datasets
 from holdfast.attacks.minimal import MinimalAttack
 from holdfast.data.dataset import Dataset
+from holdfast.errors import InputError
 from holdfast.models.vit import VisionTransformer
 from holdfast.storage import make_folder
 from holdfast.studies.cifar_training import (
@@ -121,12 +122,13 @@ class YudinCifarStudy(Study[YudinCifarParameters]):
     def measure(
         self, parameters: YudinCifarParameters, part: StudyPart, place: Workplace, earlier: Records, tell: Tell
     ) -> CifarNetwork | CifarAttention:
-        if parameters.noise:
-            train = test = _noise()
-        else:
-            train, test = (datasets.load("cifar10", split, place.data_dir) for split in ("train", "test"))
-        model, known = trained(part.work, train, test, place.runs / self.name, place.device)
-        return known if part.kind == "training" else examined(model, part.work, test, place.device)
+        def data(split: str) -> Dataset:
+            return _noise() if parameters.noise else datasets.load("cifar10", split, place.data_dir)
+
+        setting, folder = part.work, place.runs / self.name
+        if part.kind == "training":
+            return trained(setting, data("train"), data("test"), folder, place.device)
+        return examined(recorded_network(setting, folder, earlier[_key(setting)]), setting, data("test"), place.device)
 
     def show(self, parameters: YudinCifarParameters, records: Records) -> StudyOutput:
         attentions = records.of("attention")
@@ -137,15 +139,31 @@ class YudinCifarStudy(Study[YudinCifarParameters]):
         return StudyOutput(content, [table], {"": draw_seeds(panels, rows)}, seeds_page(columns, rows))
 
 
-def trained(
-    setting: CifarTraining, train: Dataset, test: Dataset, folder: Path, device: str
-) -> tuple[VisionTransformer, CifarNetwork]:
-    """The network of a setting, trained unless its file is in the folder."""
-    path = folder / f"{title(setting)}, steps {setting.steps}, seed {setting.seed}.safetensors".replace(", ", "-")
+def trained(setting: CifarTraining, train: Dataset, test: Dataset, folder: Path, device: str) -> CifarNetwork:
+    """What is known of the network of a setting, which is trained unless its file is in the folder."""
+    path = _file(setting, folder)
     if not path.exists():
         make_folder(folder)
         save_network(path, *train_and_measure(setting, train, test, device))
-    return load_network(path)
+    return load_network(path)[1]
+
+
+def recorded_network(setting: CifarTraining, folder: Path, record: CifarNetwork) -> VisionTransformer:
+    """The very network whose accuracies are recorded; another of the same setting would not do."""
+    path = _file(setting, folder)
+    if path.exists():
+        model, known = load_network(path)
+        if known == record:
+            return model
+    raise InputError(f"the network whose training is recorded is not in {path}; give another --out to train it again")
+
+
+def _key(setting: CifarTraining) -> str:
+    return f"{title(setting)}, seed {setting.seed}"
+
+
+def _file(setting: CifarTraining, folder: Path) -> Path:
+    return folder / f"{_key(setting)}, steps {setting.steps}, depth {setting.depth}.safetensors".replace(", ", "-")
 
 
 def examined(model: VisionTransformer, setting: CifarTraining, test: Dataset, device: str) -> CifarAttention:
