@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import Tensor
 
 from forms_cases import worst_excess
 from holdfast.attacks.minimal import MinimalAttack
+from holdfast.compositions import base, compositions
+from holdfast.compositions.base import Aim
 from holdfast.compositions.forms import Margins, batches, jets, margins, softmax
 from holdfast.compositions.forms.local import SmoothLocal
 from holdfast.compositions.forms.normalised import Normalised
 from holdfast.compositions.forms.third import Triples
+from holdfast.compositions.search import Curve, Reached, widened
+from holdfast.layers import KinkedMlp, TokenMean
 from holdfast.linalg.directions import Directions
+from holdfast.linalg.threat import Threat
+from holdfast.network import Head, Network
+from holdfast.network.centre import Centre
 from holdfast.testing.draw import Dice
 from test_network_forms_pieces import draw
 
@@ -94,3 +103,43 @@ def test_glances_find_about_the_largest_scale(kind: str, monkeypatch: pytest.Mon
     assert forms.decide(glanced).least > 0
     attack = MinimalAttack(steps=30)(network, x, network(x).argmax(-1)).radius
     assert largest < float(attack)
+
+
+def test_what_a_glance_has_proved_outlives_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is over as soon as the sharper search begins."""
+    network, x = draw("pre-norm", 1)
+    monkeypatch.setattr(jets.Jets, "affordable", lambda walk, region: False)
+    monkeypatch.setattr(margins, "_LARGE", 0)
+    centre, search = Centre(network, x, deadline=time.monotonic() + 100), Margins._searched
+
+    def too_late(forms: Margins, *args: float) -> float:
+        centre._clock.deadline = 0.0
+        return search(forms, *args)
+
+    monkeypatch.setattr(Margins, "_searched", too_late)
+    radii = compositions["forms"](centre)
+    assert centre.overdue
+    assert radii.unfinished
+    assert float(radii.radius) > 0
+    assert float(radii.margin) > 0
+    assert Margins(network, x[0]).at(float(radii.radius)).least >= float(radii.margin)
+
+
+def test_what_clipped_boxes_have_proved_outlives_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is over while wider boxes are tried, so that what the proved one loses cannot be told any more."""
+    dice = Dice(4)
+    mlp = KinkedMlp(dice.normal(3, 4), dice.normal(4), "relu", dice.normal(4, 3), torch.zeros(3))
+    network, x = Network([mlp, TokenMean(2)], Head(dice.normal(2, 3), dice.normal(2))), dice.normal(1, 2, 3)
+    centre = Centre(network, x, deadline=time.monotonic() + 100)
+
+    def too_late(curve: Curve, reached: Reached, most: float) -> Reached:
+        centre._clock.deadline = 0.0
+        return widened(curve, reached, most)
+
+    monkeypatch.setattr(base, "widened", too_late)
+    threat = Threat("linf", (float(x.min()), float(x.max())))
+    radii = compositions["forms"](centre, None, Aim(threat))
+    assert centre.overdue
+    assert radii.unfinished
+    assert float(radii.radius) > 0
+    assert radii.losses == ({},)

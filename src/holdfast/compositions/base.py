@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, TypeVar, final
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from holdfast.compositions.search import PRECISION, STRIDE, Reached, decided, largest, widened
 from holdfast.compositions.search import Curve as Curve
-from holdfast.errors import NotApplicableError
+from holdfast.errors import NotApplicableError, TimeLimitError
 from holdfast.linalg.curves import or_unbounded, outward
 from holdfast.linalg.rounding import frobenius_upper, up
 from holdfast.linalg.threat import L2, Threat
@@ -217,7 +218,8 @@ class Composition(NetworkMethod):
         reached = self._decide(centre, known, aim) if aim.at else self._search(centre, known, aim.threat)
         losses: tuple[dict[str, float], ...] = ({},) * len(lead)
         if bool((reached.radius > 0).any()):
-            with torch.no_grad():
+            # What is proved stays where the time is over before it is known how.
+            with torch.no_grad(), suppress(TimeLimitError):
                 region = self._region(centre, aim.threat, reached.radius)
                 losses = self._losses(region.centre, torch.where(reached.radius > 0, region.eps, 0.0), region.half)
         margin = torch.where(reached.radius > 0, reached.margin, lead)

@@ -63,7 +63,7 @@ class Forms(Composition):
                 radii = [one.largest(_STEP, known) for one, known in zip(forms, least.tolist(), strict=True)]
         except TimeLimitError:
             return Reached(torch.zeros_like(begin), centre.margin, cut=True)
-        margin = [one.decide(r).least if r > 0 else 0.0 for one, r in zip(forms, radii, strict=True)]
+        margin = [one.decide(r).least if r > 0 else 0.0 for one, r in zip(forms, radii, strict=True)]  # known by now
         radius = begin.new_tensor(radii).minimum(most)
         return Reached(radius, begin.new_tensor(margin), cut=centre.a.overdue())
 
