@@ -15,7 +15,7 @@ from holdfast.attacks.minimal import MinimalAttack
 from holdfast.certification import certify, read, verify
 from holdfast.compositions import best as best_composition
 from holdfast.compositions import certify_inputs, compositions
-from holdfast.network.centre import Centre
+from holdfast.network.centre import Centre, _Clock
 from holdfast.results import CertificationRun
 from relu_cases import images
 
@@ -85,12 +85,12 @@ def test_on_large_attention_best_answers_soon_and_goes_on_only_where_there_is_ti
 def test_a_deadline_holds_in_the_midst_of_long_work_and_what_was_proved_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = images(1)
     clock = itertools.count()
-    monkeypatch.setattr(Centre, "overdue", property(lambda self: next(clock) < 0))
+    monkeypatch.setattr(_Clock, "overdue", lambda self: next(clock) < 0)
     whole = certify(model, data, [0.01], "forms", seconds_per_input=1.0).records[0].radius
     total, radii = next(clock), []
     for asked in (1, total // 20, total * 9 // 10):
         clock = itertools.count()
-        monkeypatch.setattr(Centre, "overdue", property(lambda self, n=asked, clock=clock: next(clock) > n))
+        monkeypatch.setattr(_Clock, "overdue", lambda self, n=asked, clock=clock: next(clock) > n)
         (record,) = certify(model, data, [0.01], "forms", seconds_per_input=1.0).records
         assert record.unfinished == ("the time was over before the search of forms had ended",)
         assert next(clock) < asked + 50  # hardly anything was begun after that

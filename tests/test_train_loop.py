@@ -253,7 +253,7 @@ def test_another_training_in_the_folder_is_refused(digits, tmp_path):
     assert train(setup(digits, epochs=1, lr=0.02), tmp_path, device="cpu", resume=False).finished
     (tmp_path / "checkpoint.safetensors").unlink()
     save_file({"a": torch.zeros(1)}, tmp_path / "checkpoint.safetensors")
-    with pytest.raises(InputError, match="no checkpoint of a training"):
+    with pytest.raises(InputError, match="not the checkpoint of a training"):
         train(setup(digits, epochs=1), tmp_path, device="cpu")
 
 
