@@ -17,26 +17,22 @@ from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from holdfast.attention import AttentionLayer
-from holdfast.attention.layer import Weights
 from holdfast.bounds import rows
 from holdfast.bounds.base import Bound, Evaluation, register_bound
+from holdfast.bounds.pair_form import quadratic_form, row_norms
 from holdfast.bounds.row_norms import cover, grown, moment_norms
 from holdfast.bounds.rows import AtPoint, at_point, over_heads, projections
 from holdfast.linalg import Array, Ball
 from holdfast.linalg.arithmetic import Arithmetic
 from holdfast.linalg.certified import gram_upper
 from holdfast.linalg.curves import outward as up
-from holdfast.linalg.rounding import UNIT, as_ball, frobenius, frobenius_upper, gamma
+from holdfast.linalg.rounding import UNIT, as_ball, frobenius_upper, gamma
 from holdfast.linalg.squarings import gram_norm
 
 _PAIRS, _MOST = 3, 1536  # for a row, in the mean, and for all of them
-_ABOVE, _MUCH = 1.02, 1.26  # times ‖P‖² ‖W^V‖² and ‖W^V‖²: between them μ follows the price of content
 _RATIO, _LEAST = 1.02, -2000  # of two radii at which the largest eigenvalue is proved, and the smallest of them
 _NONE = -(2**31)  # no level
-_AT_ONCE = {
-    "cpu": 2**17,
-    "cuda": 2**27,
-}  # numbers of a few rows of the matrix of all pairs: the cache of a CPU is small
+_MATRICES = {"cuda": 2**32}  # numbers of the matrices of pairs whose eigenvalues are proved together
 _LARGEST = 2**24  # numbers of one input that are held at once; `rows` serves beyond
 _WORTH = 0.02  # of the gain: where scores cost less, `rows` is as good
 
@@ -217,8 +213,10 @@ class _ChosenPairs:
         radius = self.unit * _RATIO ** level.double()
         above = self._weights(radius, *self._probabilities(radius))[0].clamp(min=1e-100)
         largest = torch.full_like(radius, math.inf)
-        which = new.nonzero(as_tuple=True)
-        largest[which] = self._above(above[which], which[1])
+        step = max(1, _MATRICES.get(above.device.type, 2**25) // above.shape[-1] ** 2)
+        for which in torch.split(new.nonzero(), step):
+            asked_at, of = which.unbind(-1)
+            largest[asked_at, of] = self._above(above[asked_at, of], of)
         self._proved.add(torch.where(new, level, _NONE), above, largest)
 
     def _above(self, weight: Float64[Tensor, "b N"], which: Int64[Tensor, " b"]) -> Float64[Tensor, " b"]:
@@ -265,7 +263,7 @@ def _chosen(a: Arithmetic[Array], layer: AttentionLayer, x: Float64[Tensor, "B n
     value_top, key_top = (_moments(base, here.p, z) for z in (value, key))
     drawn = up(value_top.unsqueeze(-1) * base).mT
     length = torch.linalg.vector_norm(x, dim=(-2, -1))  # any numbers serve
-    mu, gram, lengths, radii, rounding, size = _quadratic_form(layer, here, query, key, head, row, j, m)
+    mu, gram, lengths, radii, rounding, size = quadratic_form(layer, here, query, key, head, row, j, m)
     return _ChosenPairs(
         here=here,
         top=top,
@@ -312,118 +310,16 @@ def _most_important(here: AtPoint, query: Tensor, key: Tensor, value: Tensor, to
     return head, row, side, torch.where(best.values > 0, other, top[every, head, row, side])  # or a key with itself
 
 
-def _quadratic_form(
-    layer: AttentionLayer,
-    here: AtPoint,
-    query: Ball,
-    key: Ball,
-    head: Int64[Tensor, "B N"],
-    row: Int64[Tensor, "B N"],
-    j: Int64[Tensor, "B N"],
-    m: Int64[Tensor, "B N"],
-) -> tuple[Tensor, ...]:
-    """μ, and ⟨c_s, R c_s'⟩ for c_s = e_i ⊗ W_l^Q(k_lj - k_lm) + (e_j - e_m) ⊗ W_l^K q_li, with what its rounding needs.
-
-    With rotary positions c_s = e_i ⊗ W_l^Q R_iᵀ(k_lj - k_lm) + e_j ⊗ W_l^K R_jᵀ q_li - e_m ⊗ W_l^K R_mᵀ q_li.
-
-    With θ = ‖W^V‖²/μ and R_v = (I - θ P_vᵀP_v)⁻¹, R is 1 + Σ_v (R_v - 1) ⊗ W_v^V W_v^Vᵀ/‖W^V‖². An inverse that is
-    computed as S, with Z = I - (I - θPᵀP) S, is within ‖S‖ ‖Z‖/(1 - ‖Z‖) of S.
-    """
-    w = layer.weights(key)
-    n = here.P.shape[-1]
-    c2 = up(here.maps.value.norm[0].square())
-    norm2 = here.norms.amax(-1).square()
-    price = rows.gain(here.terms(norm2.new_zeros(1))).squeeze(-1) / here.fixed - 1
-    theta = 1 / (norm2 * (1 + price / 2)).clamp(max=_MUCH).maximum(norm2 * _ABOVE)  # any below 1/‖P‖² serves
-    P, eye = Ball(here.p, here.rad), torch.eye(n, dtype=torch.float64, device=head.device)
-    A = -((P.mT @ P) * theta[:, None, None, None]) + eye
-    S = torch.linalg.inv(A.mid)
-    S = (S + S.mT) / 2
-    miss = frobenius(-(A @ Ball.exact(S)) + eye).upper
-    told = (miss < 0.5) & (c2 > 1e-200)  # below, products of weights underflow
-    off = torch.where(told, frobenius_upper(S) * miss / (1 - miss) * (1 + 1e-9), torch.inf)
-    identity = eye.expand(len(head), n, n)
-    vectors = _vectors(layer, w, query, key, head, row, j, m)  # (B, N, d), with the tokens (B, N, n) where they stand
-    gram = here.p.new_zeros(*head.shape, head.shape[-1])
-    lengths: list[Tensor] = []
-    radii: list[Tensor] = []
-    rounding, size = [], []
-    for v in range(-1, layer.h):  # all tokens as they are, then what R makes of them in the values of each head
-        T = identity if v < 0 else (S[:, v] - eye) / c2
-        onto = None if v < 0 else w.w_v[v]
-        parts = [(tokens @ T, tokens, z if onto is None else z @ onto) for tokens, z in vectors]
-        for turned, _, z in parts:
-            for _, tokens, y in parts:
-                _add_products(gram, turned, tokens, z.mid, y.mid)
-        for collected, attribute in ((lengths, "mid"), (radii, "rad")):
-            sizes = [_norm(getattr(z, attribute)) * _reach(tokens) for _, tokens, z in parts]
-            collected.append(torch.stack(sizes).sum(0))
-        largest, unknown = (identity.new_full((len(head),), fill) for fill in (1.0, 0.0))
-        if v >= 0:
-            largest, unknown = S[:, v].abs().amax((-2, -1)) / c2, off[:, v] / c2
-        size.append(up(largest + unknown))
-        rounding.append(up(largest * gamma(max(layer.d, layer.k) + 12 * layer.h + 4 * n + 64) + unknown))
-    stacked = (torch.stack(numbers, 1) for numbers in (lengths, radii, rounding, size))
-    return up(c2 / theta), gram.tril() + gram.tril(-1).mT, *stacked
-
-
-def _add_products(gram: Tensor, turned: Tensor, tokens: Tensor, z: Tensor, y: Tensor) -> None:
-    """Adds ⟨turned_s, tokens_s'⟩ ⟨z_s, y_s'⟩ to the lower triangle of the matrices, a few rows at a time."""
-    B, N = gram.shape[:2]
-    step = max(1, _AT_ONCE.get(gram.device.type, 2**24) // (B * N))
-    for start in range(0, N, step):
-        rows, stop = slice(start, start + step), min(start + step, N)
-        product = (turned[:, rows] @ tokens[:, :stop].mT).mul_(z[:, rows] @ y[:, :stop].mT)
-        gram[:, rows, :stop].add_(product)
-
-
-def _vectors(
-    layer: AttentionLayer, w: Weights[Ball], query: Ball, key: Ball, head: Tensor, row: Tensor, j: Tensor, m: Tensor
-) -> list[tuple[Tensor, Ball]]:
-    """The parts of c_s: what stands at which tokens."""
-    rotary, n = layer.rotary, key.shape[-2]
-    every = torch.arange(len(head), device=head.device).unsqueeze(-1)
-    identity = torch.eye(n, dtype=torch.float64, device=head.device).expand(len(head), n, n)
-    w_q = w.w_q * layer.scale
-    if rotary is None:
-        asked, drawn = key @ w_q.mT, query @ w.w_k.mT  # (B, h, n, d): W^Q k and W^K q
-        asked, drawn = asked[every, head, j] - asked[every, head, m], drawn[every, head, row]
-        return [(identity[every, row], asked), (identity[every, j] - identity[every, m], drawn)]
-
-    def at(position: Tensor, z: Ball, maps: Ball) -> tuple[Tensor, Ball]:
-        """Vectors z (B, N, k) turned back from a position, and through the map of their head."""
-        turned = rotary.at(head.shape[:1], (every.expand_as(position), position)).turn_back(
-            z.unsqueeze(-2).unsqueeze(-2)
-        )
-        return identity[every, position], (turned.squeeze(-2) @ maps.mT[head]).squeeze(-2)
-
-    query = query[every, head, row]
-    return [
-        at(row, key[every, head, j] - key[every, head, m], w_q),
-        at(j, query, w.w_k),
-        at(m, -query, w.w_k),
-    ]
-
-
-def _reach(tokens: Tensor) -> float:
-    """How many tokens a vector stands at, at most."""
-    return float(tokens.abs().sum(-1).max())
-
-
 def _moments(weights: Float64[Tensor, "B h n n"], p: Tensor, z: Ball) -> Float64[Tensor, "B h n"]:
     """λ_max(Σ_j w_ij (z_j - c_i)(z_j - c_i)ᵀ), c_i = Σ_j p_ij z_j."""
     apart = z.mid.unsqueeze(-3) - (p @ z.mid).unsqueeze(-2)
     rows = weights.sqrt().unsqueeze(-1) * apart
     T, W = rows.square().sum((-2, -1)), weights.sum(-1)
-    far, wide = (t.amax(-1, keepdim=True) for t in (_norm(z.mid), _norm(z.rad)))
+    far, wide = (t.amax(-1, keepdim=True) for t in (row_norms(z.mid), row_norms(z.rad)))
     E = W * (2 * wide + gamma(z.shape[-2] + 16) * far).square()
     error = (gamma(z.shape[-2] + 16) * T + 2 * (T * E).sqrt() + E) * 1.01
     return up(gram_norm(rows.mT @ rows, error, 5, 0.01).square())
 
 
-def _norm(z: Tensor) -> Tensor:
-    return up(torch.linalg.vector_norm(z, dim=-1), z.shape[-1])
-
-
 def _length(z: Ball) -> Tensor:
-    return up(_norm(z.mid) + _norm(z.rad))
+    return up(row_norms(z.mid) + row_norms(z.rad))
