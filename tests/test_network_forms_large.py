@@ -53,6 +53,16 @@ def test_third_orders_of_few_triples_and_of_second_orders_in_float32(kind: str) 
         assert 0 < float(wrong) <= defect
 
 
+def test_float64_as_the_default_changes_nothing() -> None:
+    network, x = draw("pre-norm", 5)
+    radius = Margins(network, x[0]).largest(0.01)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert Margins(network, x[0]).largest(0.01) == radius > 0
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("kind", SMOOTH)
 def test_functions_that_are_made_anew_say_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     network, x = draw(kind, 3)

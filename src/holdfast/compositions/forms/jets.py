@@ -77,7 +77,7 @@ class Jets:
         # Functions are computed in another order than by their covectors, within this of ‖T‖.
         lengths = frobenius_upper(covectors)
         self._accuracy[i], self._longest[i] = 4 * error + 8 * THETA * lengths, float(lengths.amax())
-        self._kept[i] = seen = torch.zeros(len(covectors), len(self._directions.first))
+        self._kept[i] = seen = torch.zeros(len(covectors), len(self._directions.first), dtype=torch.float32)
         error = self._accuracy[i] * self._sizes[0, i]
         if T is not None:
             for part in torch.split(torch.arange(len(T)), _TRIPLES):
