@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from graph_cases import stirred
+from holdfast.errors import ConversionError
 from holdfast.graph import to_network
 from holdfast.graph.windows import adaptive, sliding, together
 from holdfast.layers import WindowMax
@@ -86,3 +87,20 @@ def test_every_kind_is_read(pools: range) -> None:
     model(images)
     network = to_network(stirred(model), images).network
     assert any(type(getattr(piece, "piece", piece)) is WindowMax for piece in network.pieces()) == (5 not in pools)
+
+
+class _Unpooled(nn.Module):
+    """Puts maxima back where they came from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.back, self.head = nn.MaxPool1d(2, return_indices=True), nn.MaxUnpool1d(2), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.back(*self.pool(x)).flatten(1))
+        return logits
+
+
+def test_the_places_of_maxima_are_refused_by_name() -> None:
+    with pytest.raises(ConversionError, match="asks for the places of maxima"):
+        to_network(_Unpooled().eval(), torch.rand(1, 2, 4))
