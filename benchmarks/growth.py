@@ -223,16 +223,16 @@ def run(quick: bool = False) -> None:
 
 
 def run_gpu(out: Path) -> None:
-    """The GPU part."""
-    points = []
+    """The GPU part; what is measured is written at once."""
+    points: list[Measured] = []
+    where = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     for name, work in WORKS.items():
         for variable in work.promised:
             points += [on_gpu(name, variable, point) for point in doubled(work.on_gpu, variable)]
             _show(fitted(points[-DOUBLINGS - 1 :]))
-    rows, where = fitted(points), {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    content = {"machine": where, "fitted": rows, "points": [asdict(point) for point in points]}
-    write_text(out, json.dumps(content, indent=1) + "\n")
-    _draw(rows, out.with_suffix(".png"))
+            content = {"machine": where, "fitted": fitted(points), "points": [asdict(point) for point in points]}
+            write_text(out, json.dumps(content, indent=1) + "\n")
+    _draw(fitted(points), out.with_suffix(".png"))
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
