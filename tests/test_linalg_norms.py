@@ -544,9 +544,8 @@ def test_top_eigenvalues_of_many_matrices(scale: float) -> None:
     Q = torch.linalg.qr(noise(120, 120)).Q
     known_ones = torch.stack([(Q * spectrum.to(FLOAT64)) @ Q.mT for spectrum in spectra])
     odd_ones = torch.stack([torch.zeros(120, 120, dtype=FLOAT64), torch.full((120, 120), math.nan, dtype=FLOAT64)])
-    values = top_eigenvalue(
-        torch.cat([known_ones, odd_ones]) * scale, torch.full((6,), 11 * scale, dtype=FLOAT64), 1e-9
-    )
+    matrices = torch.cat([known_ones, odd_ones]) * scale
+    values = top_eigenvalue(lambda v: matrices @ v, matrices, 1e-9)
     torch.testing.assert_close(values[:4] / scale, torch.ones(4, dtype=FLOAT64), rtol=1e-8, atol=0)
     assert values[4] == 0
     assert values[5].isnan()

@@ -6,13 +6,15 @@ all probabilities in a ball, the norms of these operators bound standard deviati
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
 from typing import final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from holdfast.attention.rows import AnyRows, as_rows
+from holdfast.attention.rows import AnyRows, as_rows, plain
 from holdfast.linalg.operator import Gram, MatrixOperator, ProvableOperator, members
 from holdfast.linalg.rounding import Ball, as_ball, frobenius_upper, gamma, product_error
 
@@ -64,6 +66,34 @@ class RowMoments(ProvableOperator):
             out = out + (t.diagonal(0, -2, -1).unsqueeze(-1) * self._own.mid).sum(-3)
         return out
 
+    def squared(self) -> Callable[[Tensor], Tensor] | None:
+        """For narrow heads: covariances of their rows take the place of the rows, k² numbers that of n.
+
+        With f = V_lij · v and o = O_li · v at the key i, Σ_j w_j (f_j - mean)² becomes
+        vᵀ Cov v + 2 o w_i (V_lii - mean) · v + (w_i - w_i²/S) o².
+        """
+        rows, right = self._rows, self._rows.right
+        if right is None or not self._centred or right.shape[-2] ** 2 > rows.shape[1]:
+            return None
+        w = self._w.mid
+        covariances, apart = _covariances(plain(rows.left), w, self._share)
+        own = None if self._own is None else self._own.mid.movedim(-3, -2)  # (b…, n, h, m)
+        lever = (apart * w.diagonal(0, -2, -1).unsqueeze(-1)).movedim(-3, -2)  # (…, n, h, k)
+        weight = (w * (1 - self._share)).diagonal(0, -2, -1).mT  # (…, n, h)
+
+        def product(v: Tensor) -> Tensor:
+            asked = rows.asked(v)
+            moved = (covariances @ asked.unsqueeze(-1)).squeeze(-1)
+            added: Tensor | float = 0.0
+            if own is not None:
+                o = (own @ v.unsqueeze(-1)).squeeze(-1)
+                moved = moved + (lever * o.unsqueeze(-1)).movedim(-2, -3)
+                pull = (lever * asked.movedim(-3, -2)).sum(-1) + weight * o
+                added = (pull.unsqueeze(-2) @ own).squeeze(-2)
+            return rows.answered(moved) + added
+
+        return product
+
     @property
     def doubles(self) -> int:
         return 8 * self.codomain.numel() * self.domain.numel()
@@ -103,17 +133,32 @@ class ScoreMoments(ProvableOperator):
     def __init__(self, query: AnyRows, key: AnyRows, weights: Tensor | Ball, *, centred: bool = True) -> None:
         self._query, self._key, self._w, self._centred = as_rows(query), as_rows(key), as_ball(weights), centred
         w = self._w.mid
-        self._root, self._share = w.sqrt(), _shares(w) if centred else torch.zeros_like(w)
+        self._root, self._share = w.sqrt(), _shares(w) if centred else None
         super().__init__(w.shape[:-3], torch.Size(self._query.shape[1:]), w.shape[-3:], w)
 
+    # Means are taken in the width of the heads, so that few passes are made over (h, n, n) numbers.
+
     def mv(self, v: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch h n n"]:
-        t = self._query.dots(v) + self._key.dots(v).mT
-        return self._root * (t - (self._share * t).sum(-1, keepdim=True))
+        of_queries = _beside(self._query.asked(v), plain(self._key.left))
+        of_keys = _beside(plain(self._query.left), self._key.asked(v))
+        t = of_queries @ of_keys.mT
+        if self._share is not None:
+            t -= (of_queries * (self._share @ of_keys)).sum(-1, keepdim=True)
+        return t.mul_(self._root) if t.shape == self._root.shape else t * self._root
 
     def rmv(self, u: Float[Tensor, "*batch h n n"]) -> Float[Tensor, "*batch n d"]:
-        t = self._root * u
-        t = t - self._share * t.sum(-1, keepdim=True)
-        return self._query.mix(t) + self._key.mix(t.mT)
+        t, query, key = self._root * u, plain(self._query.left), plain(self._key.left)
+        if self._share is None:
+            return self._query.mix(t) + self._key.mix(t.mT)
+        sums = t.sum(-1, keepdim=True)
+        through_query = t @ query - sums * self._mean_query
+        through_key = t.mT @ key - self._share.mT @ (sums * key)
+        return self._query.answered(through_query) + self._key.answered(through_key)
+
+    @cached_property
+    def _mean_query(self) -> Tensor:
+        assert self._share is not None
+        return self._share @ plain(self._query.left)
 
     @property
     def doubles(self) -> int:
@@ -172,6 +217,25 @@ class ScoreMoments(ProvableOperator):
 def _shares(w: Tensor) -> Tensor:
     total = w.sum(-1, keepdim=True)
     return w / torch.where(total > 0, total, torch.ones_like(total))
+
+
+def _covariances(left: Tensor, w: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """(…, h, n, k, k) covariances of rows (b…, h, n, k) with the weights of every query, and its own row less its mean.
+
+    Means are taken off before anything is squared, for a few queries at a time.
+    """
+    means = share @ left
+    step = max(1, _CHUNK.get(left.device.type, 2**24) // (w[..., 0, :].numel() * left.shape[-1]))
+    parts = []
+    for mean, weights in zip(torch.split(means, step, -2), torch.split(w, step, -2), strict=True):
+        apart = left.unsqueeze(-3) - mean.unsqueeze(-2)  # (…, h, i, j, k)
+        parts.append((weights.unsqueeze(-1) * apart).mT @ apart)
+    return torch.cat(parts, -3), left - means
+
+
+def _beside(left: Tensor, right: Tensor) -> Tensor:
+    shape = torch.broadcast_shapes(left.shape[:-1], right.shape[:-1])  # type: ignore[no-untyped-call]
+    return torch.cat([left.expand(*shape, -1), right.expand(*shape, -1)], -1)
 
 
 def _with_transpose(left: Float[Tensor, "b n n d h"], right: Float[Tensor, "b n n h d"]) -> Float[Tensor, "b n d n d"]:

@@ -42,22 +42,27 @@ class Rows(Generic[Array]):
             raise NotApplicableError("with rotary positions these rows are others for every query")
         return self.left if self.right is None else self.left @ self.right
 
+    def asked(self, v: Tensor) -> Tensor:
+        """(…, h, i, k) vectors whose product with the row left_lj is V_lij · v_i, from (…, i, m)."""
+        if self.right is None:
+            return v.unsqueeze(-3)
+        asked = split_heads(v @ plain(self.right).flatten(-3, -2).mT, self.right.shape[-3])
+        return asked if self.rotary is None else self.rotary.turn(asked)
+
+    def answered(self, mixed: Tensor) -> Tensor:
+        """The transpose of `asked`: (…, h, i, k) to (…, i, m)."""
+        if self.right is None:
+            return mixed.sum(-3)
+        turned = mixed if self.rotary is None else self.rotary.turn_back(mixed)
+        return merge_heads(turned) @ plain(self.right).flatten(-3, -2)
+
     def dots(self, v: Tensor) -> Tensor:
         """V_lij · v_i for every vector: (…, i, m) to (…, h, i, n)."""
-        left, right = _plain(self.left), self.right
-        if right is None:
-            return v.unsqueeze(-3) @ left.mT
-        asked = split_heads(v @ _plain(right).flatten(-3, -2).mT, right.shape[-3])
-        return (asked if self.rotary is None else self.rotary.turn(asked)) @ left.mT
+        return self.asked(v) @ plain(self.left).mT
 
     def mix(self, t: Tensor) -> Tensor:
         """Σ_l Σ_j t_lij V_lij: (…, h, i, n) to (…, i, m)."""
-        left, right = _plain(self.left), self.right
-        if right is None:
-            return (t @ left).sum(-3)
-        mixed = t @ left
-        mixed = mixed if self.rotary is None else self.rotary.turn_back(mixed)
-        return merge_heads(mixed) @ _plain(right).flatten(-3, -2)
+        return self.answered(t @ plain(self.left))
 
     def by_head(self) -> Rows[Array]:
         """The same with the heads as the last part of the batch, one head each."""
@@ -108,5 +113,6 @@ def as_rows(rows: AnyRows) -> Rows[Tensor] | Rows[Ball]:
     return Rows[Ball](rows) if isinstance(rows, Ball) else Rows[Tensor](rows)
 
 
-def _plain(t: Tensor | Ball) -> Tensor:
+def plain(t: Tensor | Ball) -> Tensor:
+    """The numbers alone."""
     return t.mid if isinstance(t, Ball) else t

@@ -1,7 +1,7 @@
 """Linear maps that are applied, not stored; norms that know their side; arithmetic that knows its error."""
 
 from holdfast.linalg.certified import upper
-from holdfast.linalg.lanczos import estimate, thin_norm
+from holdfast.linalg.lanczos import estimate, estimated_norm, thin_norm
 from holdfast.linalg.operator import (
     AssembledOperator,
     Enclosure,
@@ -24,6 +24,7 @@ __all__ = [
     "MatrixOperator",
     "ProvableOperator",
     "estimate",
+    "estimated_norm",
     "thin_norm",
     "upper",
 ]

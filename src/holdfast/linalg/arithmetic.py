@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from holdfast.device import waits
 from holdfast.errors import TimeLimitError
-from holdfast.linalg import Array, Ball, MatrixOperator, ProvableOperator, estimate, thin_norm, upper
+from holdfast.linalg import Array, Ball, MatrixOperator, ProvableOperator, estimated_norm, thin_norm, upper
 from holdfast.linalg.certified import GIB
 from holdfast.results import Guarantee
 
@@ -162,7 +162,7 @@ class Numerical(Arithmetic[Tensor]):
 
     def norm(self, operator: ProvableOperator, *, rough: bool = False) -> Tensor:
         self.in_time()
-        return estimate(operator, tolerance=self._rough_tolerance if rough else self._tolerance).value
+        return estimated_norm(operator, self._rough_tolerance if rough else self._tolerance)
 
     def number(self, x: Tensor) -> Tensor:
         return x

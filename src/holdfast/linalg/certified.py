@@ -84,7 +84,7 @@ def _prove(gram: Gram, tolerance: float) -> NormResult:
     G = gram.matrix
     # ‖G‖_F bounds λ_max without any shift; it serves where G vanishes or no shift succeeds.
     bound = _finite(frobenius_upper(G))
-    guess = _largest_eigenvalue(G, bound, tolerance / 5)
+    guess = _largest_eigenvalue(G, tolerance / 5)
     todo = guess > 0
     margin, trials = tolerance, 0
     while bool(todo.any()) and margin < 1:
@@ -103,12 +103,12 @@ def _finite(value: Tensor) -> Tensor:
     return value
 
 
-def _largest_eigenvalue(G: Tensor, scale: Tensor, tolerance: float) -> Tensor:
+def _largest_eigenvalue(G: Tensor, tolerance: float) -> Tensor:
     """An estimate, to propose a shift."""
     if G.shape[-1] <= 96:
         eigenvalues: Tensor = torch.linalg.eigvalsh(G)
         return eigenvalues[..., -1]
-    return top_eigenvalue(G, scale, tolerance)
+    return top_eigenvalue(lambda v: G @ v, G, tolerance)
 
 
 def _shifted(G: Tensor, tau: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from holdfast.linalg.rounding import power_of_two
 from holdfast.results import NormResult
 
 _FULLY = 30  # squarings of a matrix after which its largest eigenvalue is exact to 2^-32
+_NOISE = 1e-14  # of a product: what remains of it below that beside the basis is rounding
 
 
 def estimate(
@@ -46,7 +48,7 @@ def estimate(
     # The start may have a part in the null space, which costs one step more than the rank.
     limit = min(max_iterations, operator.domain.numel(), operator.codomain.numel() + 1)
     krylov = _Krylov(operator, limit, seed)
-    squarings = min(_FULLY, max(1, math.ceil(-math.log2(tolerance)))) if tolerance > 0 else _FULLY
+    squarings = _squarings(tolerance)
     # The small eigenproblems are cheap beside a step for a few members on a CPU, not elsewhere.
     rarely = waits(operator.device) or operator.batch.numel() >= 1000
     look = 8 if rarely else 3
@@ -77,24 +79,36 @@ def estimate(
     )
 
 
-def top_eigenvalue(matrix: Tensor, scale: Tensor, tolerance: float, max_steps: int = 400) -> Tensor:
-    """(b) the largest eigenvalues of symmetric matrices (b, m, m) that have none far below zero, by Lanczos.
+def estimated_norm(operator: LinearOperator, tolerance: float) -> Tensor:
+    """(batch…) the largest singular values alone, from the map and its transpose in one where that is cheaper."""
+    squared = operator.squared()
+    if squared is None:
+        return estimate(operator, tolerance=tolerance).value
+    shape = torch.Size((*operator.batch, *operator.domain))
+    like = torch.empty((), dtype=operator.dtype, device=operator.device)
+    like = like.expand(operator.batch.numel(), operator.domain.numel())
+    value = top_eigenvalue(lambda v: squared(v.reshape(shape)).reshape(v.shape), like, tolerance)
+    return value.clamp(min=0).sqrt().reshape(operator.batch)
+
+
+def top_eigenvalue(product: Callable[[Tensor], Tensor], like: Tensor, tolerance: float, max_steps: int = 400) -> Tensor:
+    """(b) the largest eigenvalues of symmetric maps of (b, m) that have none far below zero, by Lanczos.
 
     One product, one basis and no look at the numbers in a step, so that a GPU never waits in it; the iteration is left
-    when every member has min(r, r²/gap) <= tolerance · λ, as in `estimate`. A matrix that is not finite has NaN.
+    when every member has min(r, r²/gap) <= tolerance · λ, as in `estimate`. A map that is not finite has NaN.
 
     Args:
-        matrix: the matrices.
-        scale: (b) about their size, so that no square overflows.
+        product: the maps, from (b, m, 1) to (b, m, 1).
+        like: any tensor (b, m, …) of the dtype and on the device of the vectors.
         tolerance: relative accuracy asked for.
         max_steps: after which the value is returned as it stands.
     """
-    members, size = matrix.shape[:2]
+    members, size = like.shape[:2]
     limit = min(max_steps, size)
     start = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    unit = (start / start.norm()).to(matrix).expand(members, size).unsqueeze(-1)
-    per = torch.where(scale > 0, scale, 1.0)[:, None, None]
-    rows = matrix.new_empty(members, min(limit, 16), size)
+    unit = (start / start.norm()).to(like).expand(members, size).unsqueeze(-1)
+    per: Tensor | None = None  # about the size of the map, so that no square overflows
+    rows = like.new_empty(members, min(limit, 16), size)
     diagonal: list[Tensor] = []
     beside: list[Tensor] = []
     look = 8
@@ -104,8 +118,10 @@ def top_eigenvalue(matrix: Tensor, scale: Tensor, tolerance: float, max_steps: i
             rows = torch.cat([rows, rows.new_empty(members, min(steps, limit - steps + 1), size)], 1)
         rows[:, steps - 1] = unit.squeeze(-1)
         basis = rows[:, :steps]
-        image = (matrix @ unit) / per
-        inside = basis @ image
+        image = product(unit)
+        per = power_of_two(image, (1, 2)) if per is None else per
+        image = image / per
+        inside, whole = basis @ image, torch.linalg.vector_norm(image, dim=1, keepdim=True)
         image = torch.baddbmm(image, basis.mT, inside, alpha=-1.0)
         image = torch.baddbmm(image, basis.mT, basis @ image, alpha=-1.0)  # twice is enough
         length = torch.linalg.vector_norm(image, dim=1, keepdim=True)
@@ -117,15 +133,15 @@ def top_eigenvalue(matrix: Tensor, scale: Tensor, tolerance: float, max_steps: i
                 off = torch.diag_embed(torch.stack(beside[:-1], -1), offset=1)
                 T = T + off + off.mT
             known = torch.isfinite(T).all(-1).all(-1)
-            values, vector = _leading(T.where(known[:, None, None], 0.0))
+            values, vector = _leading(T.where(known[:, None, None], 0.0), _squarings(tolerance))
             residual = beside[-1] * vector[..., -1].abs()
             gap = (values[..., -1] - values[..., 0]).clamp(min=1e-300)
             error = torch.minimum(residual, residual * (residual / gap))
             if steps == limit or not bool((known & (error > tolerance * values[..., -1])).any()):
                 return (values[..., -1] * per[:, 0, 0]).where(known, torch.nan)
-            look = steps + steps // (2 if waits(matrix.device) else 4)
+            look = steps + steps // (2 if waits(like.device) else 4)
         # What remains below rounding is noise: the space is exhausted, and zeros follow.
-        unit = image / length.masked_fill(length <= 1e-15, torch.inf)
+        unit = image / length.masked_fill(length <= _NOISE * whole, torch.inf)
 
 
 def thin_norm(matrix: Tensor) -> Tensor:
@@ -205,6 +221,11 @@ class _Krylov:
         gap = value - S[..., -2] if self.steps > 1 else torch.zeros_like(value)
         refined = torch.where(gap > residual, residual * (residual / gap), residual)
         return _Top(value, residual, refined.where(known, torch.nan), left, B)
+
+
+def _squarings(tolerance: float) -> int:
+    """How many give the largest eigenvalue to this accuracy."""
+    return min(_FULLY, max(1, math.ceil(-math.log2(tolerance)))) if tolerance > 0 else _FULLY
 
 
 def _leading(matrices: Tensor, squarings: int = _FULLY) -> tuple[Tensor, Tensor]:

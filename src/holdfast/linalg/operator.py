@@ -43,6 +43,10 @@ class LinearOperator(ABC):
     def rmv(self, u: Tensor) -> Tensor:
         """The transposed map: (…, *batch, *codomain) to (…, *batch, *domain)."""
 
+    def squared(self) -> Callable[[Tensor], Tensor] | None:
+        """The map and then its transpose, (*batch, *domain) to the same, where there is a cheaper way than both."""
+        return None
+
     @final
     def dense(self) -> Tensor:
         """The matrices (*batch, codomain, domain), column by column; for small operators and for tests."""

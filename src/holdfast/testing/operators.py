@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from holdfast.attention import AttentionLayer
-from holdfast.linalg import LinearOperator, ProvableOperator, estimate, upper
+from holdfast.linalg import LinearOperator, ProvableOperator, estimate, estimated_norm, upper
 from holdfast.testing.every import over
 from holdfast.testing.layers import Case, cases, typical
 
@@ -55,6 +55,19 @@ class OperatorConformance(ABC):
         assert matrix.shape == (*op.batch, op.codomain.numel(), op.domain.numel())
         _same(op.mv(v).flatten(batch), (matrix @ v.flatten(batch).unsqueeze(-1)).squeeze(-1), case)
         _same(op.rmv(u).flatten(batch), (matrix.mT @ u.flatten(batch).unsqueeze(-1)).squeeze(-1), case)
+
+    @_every
+    def test_squared_is_the_map_and_its_transpose(self, case: Case) -> None:
+        op = self._build(case)
+        product, v = op.squared(), _arguments(op, 1)[0]
+        if product is not None:
+            _same(product(v), op.rmv(op.mv(v)), case)
+
+    @_every
+    def test_the_estimated_norm_is_that_of_the_estimate(self, case: Case) -> None:
+        op = self._build(case)
+        slack = _PROVED * case.size if op.squared() is not None else _ROUNDING * case.size
+        torch.testing.assert_close(estimated_norm(op, 1e-6), estimate(op).value, rtol=1e-5, atol=slack)
 
     @_typical
     def test_directions_stand_in_front(self, typical: Case) -> None:
