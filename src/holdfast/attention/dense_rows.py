@@ -1,4 +1,4 @@
-"""Rows of the Jacobian's matrix, enclosed, in pieces that stay small; letters as in `jacobian.py`."""
+"""Rows of the Jacobian's matrix, enclosed, in pieces that stay small; notation as in `jacobian.py`."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Evaluation(Generic[Array]):
 
 
 class LayerMethod(Method):
-    """What every registered bound of a layer says of itself."""
+    """What every registered bound of a layer says about itself."""
 
     side: ClassVar[Side] = "upper"
     scope: ClassVar[Scope]
@@ -55,19 +55,17 @@ class LayerMethod(Method):
         if layer.score_bias is not None and "bias" not in self.score_terms:
             return "the layer adds a bias to its scores, and the proof does not cover it"
         if layer.soft_cap is not None and "cap" not in self.score_terms:
-            return (
-                "the layer caps its scores, and the proof, which leaves out what moves a row alike, does not cover it"
-            )
+            return "the layer caps its scores, and the proof, which drops what shifts a whole row, does not cover it"
         if layer.sinks is not None and "sinks" not in self.score_terms:
-            return "the layer has sinks, and the proof, by rows that sum to 1, does not cover them"
+            return "the layer has sinks, and the proof, which needs rows that sum to 1, does not cover them"
         if not (layer.q_norm is None and layer.k_norm is None) and "norms" not in self.score_terms:
-            return "the layer normalises queries or keys, and the proof, for linear ones, does not cover it"
+            return "the layer normalises queries or keys, and the proof, which needs linear ones, does not cover it"
         return None
 
     @classmethod
     @final
     def check_guarantees(cls) -> None:
-        """Refuses a class whose metadata is not complete, or with a guarantee that is none."""
+        """Refuses a class whose metadata is incomplete, or whose guarantees are not valid."""
         cls.check_metadata()
         if not set(cls.guarantees) <= set(get_args(Guarantee)):
             raise HoldfastError(f"{cls.__name__} lacks valid guarantees; expected some of {get_args(Guarantee)}")
@@ -87,9 +85,9 @@ class Bound(LayerMethod):
     A method states its metadata and writes `_evaluate`.
 
     Attributes:
-        in_best: whether `best` asks it; not if it is for layers that the other bounds are too expensive for.
-        in_networks: whether attention in a network asks it too: it takes radii of each input, and no other one that
-            does is always smaller.
+        in_best: whether `best` includes it; not if it is meant for layers where the other bounds are too expensive.
+        in_networks: whether attention in a network uses it too: it takes separate radii for each input, and no other
+            bound that does is always smaller.
     """
 
     scope: ClassVar[Scope] = "ball at x"
@@ -129,7 +127,7 @@ class Bound(LayerMethod):
             x: (…, n, d) the points, float32 or float64; computed in float64.
             eps: one radius, or a sequence of them.
             guarantee: "proved" or "numerical".
-            memory_limit: bytes that one proved norm may hold.
+            memory_limit: bytes that one proved norm may use.
         """
         began = time.perf_counter()
         checks.input(layer, x)

@@ -73,7 +73,7 @@ LARGEST_BALL = Aim()
 
 
 class NetworkMethod(Method):
-    """What every registered composition says of itself, and that it proves radii.
+    """What every registered composition says about itself, and that it proves radii.
 
     Attributes:
         shapes: what it has a proof over; one without boxes goes through the balls around them.

@@ -166,7 +166,7 @@ _TAKEN_APART = {
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What torch.export says of itself is of no use here."""
+    """What torch.export says about itself is of no use here."""
     logger = logging.getLogger("torch.export")
     level = logger.level
     logger.setLevel(logging.ERROR)

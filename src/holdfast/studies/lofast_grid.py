@@ -52,7 +52,7 @@ class GridNetwork:
     Attributes:
         values: its place in the grid, such as {"depth": 3.0}.
         config: of its training, seed included.
-        inputs: how many are looked at.
+        inputs: how many are examined.
         methods: the compositions, and the guarantee of each.
         radii: at which it is attacked.
     """

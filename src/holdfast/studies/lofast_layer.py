@@ -89,7 +89,7 @@ def entering(model: Transformer, images: Tensor, norm: float) -> Tensor:
 
 
 def layer_training(config: str, epochs: int, place: Workplace, tell: Tell) -> LayerTraining:
-    """Trains the network, unless that is done already, and returns what is known of it."""
+    """Trains the network, unless that is done already, and returns what is known about it."""
     stored = training_record(trained_network(config, epochs, place, tell))
     return LayerTraining(stored["test"]["clean"], stored["test"]["content_off"], stored["seconds"])
 

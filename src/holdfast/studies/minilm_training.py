@@ -69,7 +69,7 @@ class FineTuning:
 @final
 @dataclass(frozen=True)
 class FineTuned:
-    """A classifier and what is known of it.
+    """A classifier and what is known about it.
 
     Attributes:
         setting: how it was made.

@@ -106,7 +106,7 @@ class StudyRun:
         return finished
 
     def measure(self, part: StudyPart, tell: Tell) -> None:
-        """Does one part; its record is on the disk when this returns."""
+        """Does one part; its record is on disk when this returns."""
         record = self.study.measure(self.parameters, part, self.place, self.read(), tell)
         line = _entry(part.kind, part.key, record)
         with opened(self.journal, wait=True) as journal:

@@ -102,7 +102,7 @@ class DecidedInstance:
         network: its name.
         image: in CIFAR-10's test split.
         verdict: ours.
-        seconds: that ours took, by the clock that was asked for.
+        seconds: that ours took, by the clock that was requested.
         counter_example: the input, where the verdict is "sat".
         published: what the competition's tools said.
         parts: into how many the box was divided for the proof, where there is one.

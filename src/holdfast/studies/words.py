@@ -171,7 +171,7 @@ def trained(config: TrainingConfig, place: Workplace, tell: Tell) -> Path:
 
 
 def describe(config: TrainingConfig, folder: Path, place: Workplace) -> WordModel:
-    """What is known of a trained model."""
+    """What is known about a trained model."""
     training = training_record(folder)
     model = load_model(folder / "model.safetensors")
     data = load(config.data.name, None, place.data_dir)
@@ -264,7 +264,7 @@ def table(results: Sequence[WordResults]) -> Table:
 
 
 def markdown(results: Sequence[WordResults]) -> str:
-    """The same lines, and what is known of each model, for a page of the documentation."""
+    """The same lines, and what is known about each model, for a page of the documentation."""
     lines = [_COLUMNS, ("---",) * len(_COLUMNS), *_rows(results)]
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     for one in results:

@@ -140,7 +140,7 @@ class YudinCifarStudy(Study[YudinCifarParameters]):
 
 
 def trained(setting: CifarTraining, train: Dataset, test: Dataset, folder: Path, device: str) -> CifarNetwork:
-    """What is known of the network of a setting, which is trained unless its file is in the folder."""
+    """What is known about the network of a setting, which is trained unless its file is in the folder."""
     path = _file(setting, folder)
     if not path.exists():
         make_folder(folder)

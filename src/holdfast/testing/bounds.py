@@ -47,7 +47,7 @@ class BoundConformance(ABC):
         """Layers of every kind."""
         return cases()
 
-    # -- what it says of itself
+    # -- what it says about itself
 
     def test_metadata_is_complete(self) -> None:
         bound = self._bound()

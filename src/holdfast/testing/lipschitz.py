@@ -55,7 +55,7 @@ class _SlopeConformance(ABC):
     def _call(self, case: Case, guarantee: Guarantee = "proved") -> LipschitzResult:
         """The bound at the case."""
 
-    # -- what it says of itself
+    # -- what it says about itself
 
     def test_metadata_is_complete(self) -> None:
         bound = self._bound()

@@ -32,7 +32,7 @@ def refusal(network: Network) -> str | None:
 
 @dataclass
 class Spot:
-    """A piece where it stands, and what is known of it.
+    """A piece where it stands, and what is known about it.
 
     Attributes:
         curved: its expansion; None for a linear piece.
