@@ -50,7 +50,7 @@ def _caption(runs: Sequence[CertificationRun]) -> str:
         nearest = "" if attacked is None else f", of the attack {up(_median(attacked, 'attack_radius'))}"
         words.append(f"Median certified radius {radii}{nearest}.")
         seconds = [_duration(statistics.fmean(record.seconds for record in run.records)) for run in runs]
-        words.append(f"{_listed(runs, seconds)} an input.")
+        words.append(f"{_listed(runs, seconds)} per input.")
     return " ".join(words)
 
 

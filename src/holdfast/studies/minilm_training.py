@@ -59,7 +59,7 @@ class FineTuning:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """The name of its file."""
         training = f"steps{self.steps}-batch{self.batch}-rate{self.rate:g}-seed{self.seed}"
         training += "" if self.recipe == "plain" else f"-{self.recipe}-k{self.k}-weight{self.weight:g}"
         training += "" if self.longest == _LONGEST else f"-longest{self.longest}"

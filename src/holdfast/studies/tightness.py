@@ -169,10 +169,10 @@ class TightnessParameters:
     """What `repro tightness` takes."""
 
     shape: tuple[int, ...] = option((64, 64, 8), "Tokens, width and heads.")
-    positions: tuple[str, ...] = option(("none",), "What tells positions: none, rotary.", grid=True)
-    seeds: int = option(3, "How many random layers for each regime.", grid=True, least=1)
+    positions: tuple[str, ...] = option(("none",), "How positions are encoded: none, rotary.", grid=True)
+    seeds: int = option(3, "Number of random layers for each regime.", grid=True, least=1)
     eps: tuple[float, ...] = option(RADII, "Radii.")
-    guarantee: Guarantee = option("numerical", "Of the bounds.")
+    guarantee: Guarantee = option("numerical", "Guarantee of the bounds.")
 
 
 @final

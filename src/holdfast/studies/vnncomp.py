@@ -139,11 +139,11 @@ class VnncompParameters:
     """What `repro vnncomp` takes."""
 
     networks: tuple[str, ...] = option(("pgd_2_3_16", "ibp_3_3_8"), "Names of ONNX files.", grid=True)
-    instances: int = option(50, "How many for each network.", grid=True, least=1)
+    instances: int = option(50, "Number for each network.", grid=True, least=1)
     timeout: float = option(100.0, "Seconds for each instance.")
     processor_time: bool = option(False, "Count the processor's seconds instead of the clock's, on a busy machine.")
-    year: int = option(2025, "Of the published verdicts.")
-    auto_lirpa: bool = option(False, "Also run CROWN of auto_LiRPA, which you have installed.")
+    year: int = option(2025, "Year of the published verdicts.")
+    auto_lirpa: bool = option(False, "Also run auto_LiRPA's CROWN, which must be installed.")
 
 
 @final

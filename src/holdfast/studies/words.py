@@ -1,7 +1,7 @@
 """How far the words of a sentence may move: one of them alone, and all of them together (Shi et al. 2020).
 
 A model of SST-2 is trained; sentences of the development set that it gets right are certified in both settings, in
-proved arithmetic, and attacked. What is finished is kept in files, so that a command that was interrupted goes on.
+proved arithmetic, and attacked. What is finished is kept in files, so that an interrupted command resumes.
 """
 
 from __future__ import annotations
@@ -155,12 +155,12 @@ class WordResults:
 
     @property
     def one_word(self) -> MeanRadius:
-        """Of every word of every sentence, moved alone."""
+        """The mean over every word of every sentence, moved alone."""
         return MeanRadius.of([word for sentence in self.sentences for word in sentence.words])
 
     @property
     def all_words(self) -> MeanRadius:
-        """Of every sentence, all of its words moved together."""
+        """The mean over every sentence, all of its words moved together."""
         return MeanRadius.of([sentence.together for sentence in self.sentences])
 
 
@@ -333,8 +333,8 @@ class WordsParameters:
     """What `repro words` takes."""
 
     config: str = option("sst2-content", "A model of words: a TOML file, or a config by name.")
-    seed: tuple[int, ...] = option((0,), "Of the trainings.", grid=True)
-    sentences: int = option(10, "How many are certified for each model.", least=1)
+    seed: tuple[int, ...] = option((0,), "Seeds of the trainings.", grid=True)
+    sentences: int = option(10, "Number of sentences certified for each model.", least=1)
     method: str = option("telescoped", "The composition for one word that moves.")
     together: str = option("gains", "The composition for all words that move.")
 
