@@ -25,12 +25,13 @@ from holdfast.bounds.rows import AtPoint, at_point, over_heads, projections
 from holdfast.linalg import Array, Ball
 from holdfast.linalg.arithmetic import Arithmetic
 from holdfast.linalg.certified import gram_upper
+from holdfast.linalg.curves import Grid
 from holdfast.linalg.curves import outward as up
 from holdfast.linalg.rounding import UNIT, as_ball, frobenius_upper, gamma
 from holdfast.linalg.squarings import gram_norm
 
 _PAIRS, _MOST = 3, 1536  # for a row, in the mean, and for all of them
-_RATIO, _LEAST = 1.02, -2000  # of two radii at which the largest eigenvalue is proved, and the smallest of them
+_RATIO = 1.02  # of two radii at which the largest eigenvalue is proved
 _NONE = -(2**31)  # no level
 _MATRICES = {"cuda": 2**32}  # numbers of the matrices of pairs whose eigenvalues are proved together
 _LARGEST = 2**24  # numbers of one input that are held at once; `rows` serves beyond
@@ -117,7 +118,7 @@ class _ChosenPairs:
         base: (B, h, n, n) these weights.
         drawn: (B, h, n, n) value_top_li w_lij, (j, i).
         drawn_top: (B, h, n) λ_max(Σ_i drawn_lji q_li q_liᵀ).
-        unit: (B) ‖X‖_F; √λ_max is proved at the radii unit · _RATIO^level, whatever was asked before.
+        grid: the radii at which √λ_max is proved, whatever was asked before.
     """
 
     here: AtPoint
@@ -139,7 +140,7 @@ class _ChosenPairs:
     base: Float64[Tensor, "B h n n"]
     drawn: Float64[Tensor, "B h n n"]
     drawn_top: Float64[Tensor, "B h n"]
-    unit: Float64[Tensor, " B"]
+    grid: Grid
 
     @cached_property
     def _proved(self) -> _Levels:
@@ -195,14 +196,13 @@ class _ChosenPairs:
 
     def _largest(self, r: Float64[Tensor, "e B"], weight: Float64[Tensor, "e B N"]) -> Float64[Tensor, "e B"]:
         """√λ_max(diag(w) G diag(w)); it is proved at a few radii, and what is proved at a larger one is scaled down."""
-        level = (torch.log((r / self.unit).clamp(_RATIO**_LEAST, 1e200)) / math.log(_RATIO)).ceil().long()
-        level = torch.where(self.unit * _RATIO ** level.double() < r, level + 1, level)
+        level = self.grid.level(r.mT).mT
         known = self._proved.at(level)
         if not bool((known >= 0).all()):
             self._prove(level, known < 0)
             known = self._proved.at(level)
         every = torch.arange(level.shape[-1], device=level.device)
-        # Any factor serves for which weight <= factor · above.
+        # Any level and factor serve for which weight <= factor · above.
         factor = up((weight / self._proved.above[known, every]).amax(-1))
         return up(factor * self._proved.largest[known, every])
 
@@ -210,7 +210,7 @@ class _ChosenPairs:
         """Proves √λ_max at the levels of all inputs that are new, together."""
         asked = new.any(-1)
         level, new = level[asked], new[asked]
-        radius = self.unit * _RATIO ** level.double()
+        radius = self.grid.radius(level.mT).mT
         above = self._weights(radius, *self._probabilities(radius))[0].clamp(min=1e-100)
         largest = torch.full_like(radius, math.inf)
         step = max(1, _MATRICES.get(above.device.type, 2**25) // above.shape[-1] ** 2)
@@ -262,7 +262,8 @@ def _chosen(a: Arithmetic[Array], layer: AttentionLayer, x: Float64[Tensor, "B n
     base = _others(here.p.unsqueeze(0), here.p.unsqueeze(0), top, taken)[0]
     value_top, key_top = (_moments(base, here.p, z) for z in (value, key))
     drawn = up(value_top.unsqueeze(-1) * base).mT
-    length = torch.linalg.vector_norm(x, dim=(-2, -1))  # any numbers serve
+    length = torch.linalg.vector_norm(x, dim=(-2, -1))
+    unit = torch.where(length > 1e-100, length, 1.0)  # any numbers serve
     mu, gram, lengths, radii, rounding, size = quadratic_form(layer, here, query, key, head, row, j, m)
     return _ChosenPairs(
         here=here,
@@ -284,7 +285,7 @@ def _chosen(a: Arithmetic[Array], layer: AttentionLayer, x: Float64[Tensor, "B n
         base=base,
         drawn=drawn,
         drawn_top=moment_norms(drawn, query),
-        unit=torch.where(length > 1e-100, length, 1.0),
+        grid=Grid(lambda: unit, torch.full_like(unit, math.inf), _RATIO),
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from holdfast.errors import NotApplicableError
 from holdfast.layers.piece import LinearPiece, Piece, SmoothPiece
 from holdfast.linalg.arithmetic import Arithmetic
-from holdfast.linalg.curves import BEYOND, ZERO, Curve, Grid, or_unbounded, outward
+from holdfast.linalg.curves import Curve, Grid, or_unbounded, outward
 from holdfast.linalg.rounding import frobenius_upper
 
 #: At more numbers than this the norm of a Jacobian costs too much, and `rows` moves attention without one.
@@ -118,7 +118,7 @@ class Site:
         level = self._grid.level(rho)
         here = self.gain_here.unsqueeze(-1)
         drift = rho * self._curvature(level)
-        own = self._gain(torch.where(drift <= self._patience * here, BEYOND, level))
+        own = self._gain(torch.where(drift <= self._patience * here, self._grid.beyond, level))
         return outward(torch.minimum(here + drift, own))
 
     @property
@@ -151,7 +151,7 @@ class Site:
 
     @property
     def _here(self) -> Tensor:
-        return torch.full_like(self.r, ZERO, dtype=torch.int64).unsqueeze(-1)
+        return torch.full_like(self.r, self._grid.zero, dtype=torch.int64).unsqueeze(-1)
 
     def curvature(self, rho: Float64[Tensor, "b e"]) -> Float64[Tensor, "b e"]:
         """A bound of ‖D²f[g, g]‖ on the ball, for unit g."""
@@ -166,11 +166,11 @@ class Site:
             return self.own_reach(rho)
         level = self._grid.level(rho)
         linear, bent = self.gain_here.unsqueeze(-1) * rho, rho.square() * self._curvature(level) / 2
-        level = torch.where(bent <= self._patience * linear, BEYOND, level)
-        lower = torch.where(level == BEYOND, BEYOND, level - 1)
+        level = torch.where(bent <= self._patience * linear, self._grid.beyond, level)
+        lower = torch.where(level == self._grid.beyond, self._grid.beyond, level - 1)
         gain = self.gain(rho)
         onward = self._reach(lower) + (rho - self._grid.radius(lower)).clamp(min=0) * gain
-        own = torch.minimum(self._reach(level), torch.where(level == BEYOND, torch.inf, onward))
+        own = torch.minimum(self._reach(level), torch.where(level == self._grid.beyond, torch.inf, onward))
         return outward(torch.minimum(torch.minimum(linear + bent, rho * gain), own))
 
     def own_reach(self, rho: Float64[Tensor, "b e"], method: str = "best") -> Float64[Tensor, "b e"]:
