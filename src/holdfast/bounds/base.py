@@ -17,6 +17,7 @@ from holdfast.errors import HoldfastError, InputError, NotApplicableError, Sound
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic, Numerical, Proved
 from holdfast.linalg.certified import GIB
+from holdfast.linalg.rounding import down
 from holdfast.method import Method
 from holdfast.radii import GivenRadii, as_numbers, check_radii
 from holdfast.registry import Registry
@@ -171,7 +172,7 @@ class Bound(LayerMethod):
         start = torch.randn(x.shape[-2:], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         direction = jacobian.rmv(jacobian.mv(start.to(x).expand_as(x)))
         length = torch.linalg.vector_norm(direction, dim=(-2, -1), keepdim=True)
-        radius = x.new_tensor(radii).reshape(-1, *(1 for _ in x.shape)) * (1 - 1e-9)
+        radius = down(x.new_tensor(radii).reshape(-1, *(1 for _ in x.shape)), 1e-9)
         moved = x + radius * direction / torch.where(length > 0, length, torch.inf)
         inside = distance(x, moved).upper <= x.new_tensor(radii).reshape(-1, *(1 for _ in x.shape[:-2]))
         attained = torch.where(inside, movement(layer, x, moved).lower, 0.0).movedim(0, -1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import final
 
 from torch import Tensor
@@ -11,12 +10,10 @@ from holdfast.bounds import bounds
 from holdfast.bounds.lofast import Splitting, score_movement
 from holdfast.compositions.base import Composition, Curve, Reach, register_composition, smallest_margin, stage_reach
 from holdfast.layers.attention.piece import Attention
-from holdfast.linalg.curves import outward
+from holdfast.linalg.rounding import ROOT2, outward
 from holdfast.network.centre import Centre
 from holdfast.network.network import Network
 from holdfast.network.site import Site
-
-_ROOT2 = math.sqrt(2.0) * (1 + 2**-50)
 
 
 @final
@@ -45,7 +42,7 @@ class LofastComposition(Composition):
             delta = eps.unsqueeze(-1)
             for reach in stages:
                 delta = reach(delta)
-            return smallest_margin(centre, _ROOT2 * head * delta)
+            return smallest_margin(centre, ROOT2 * head * delta)
 
         return margins
 

@@ -15,15 +15,8 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from holdfast.linalg.rounding import UNIT
-
 RATIO = 1.5  # of two radii, where nothing else is said
 _REACH = 90 * math.log(RATIO)  # the logarithm of the largest radius over the base, and of the base over the smallest
-
-
-def outward(x: Tensor, terms: int = 0) -> Tensor:
-    """Pays for the rounding, and underflows, of sums of `terms` numbers >= 0 and of up to 2⁸ other operations."""
-    return x * (1 + 2.0**-44 + 2 * terms * UNIT) + 2.0**-1000
 
 
 def or_unbounded(bound: Tensor) -> Tensor:

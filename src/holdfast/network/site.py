@@ -15,8 +15,8 @@ from torch import Tensor
 from holdfast.errors import NotApplicableError
 from holdfast.layers.piece import LinearPiece, Piece, SmoothPiece
 from holdfast.linalg.arithmetic import Arithmetic
-from holdfast.linalg.curves import Curve, Grid, or_unbounded, outward
-from holdfast.linalg.rounding import frobenius_upper
+from holdfast.linalg.curves import Curve, Grid, or_unbounded
+from holdfast.linalg.rounding import frobenius_upper, outward
 
 #: At more numbers than this the norm of a Jacobian costs too much, and `rows` moves attention without one.
 LARGE = 2048
