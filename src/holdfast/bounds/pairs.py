@@ -50,9 +50,13 @@ class Pairs(Bound):
     cost = "that of `rows`, and for some radii an eigenvalue of size 3hn"
     reference: ClassVar[str] = "holdfast"
     in_best = False
+    in_networks = ("quick",)
 
     def _refusal(self, layer: AttentionLayer) -> str | None:
         return None
+
+    def held_numbers(self, layer: AttentionLayer, tokens: int) -> int:
+        return number_of_pairs(layer.h, tokens) ** 2
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         radii = a.number(eps)

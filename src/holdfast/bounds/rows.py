@@ -51,7 +51,7 @@ class RowsBound(Bound):
     """
 
     name = "rows"
-    in_networks = True
+    in_networks = ("smallest", "near")
     score_terms = ("rotary", "bias", "sinks")
     cost = "3hn norms of size k x k, and O(hn²) for every eps"
     reference: ClassVar[str] = "holdfast"

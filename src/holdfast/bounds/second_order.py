@@ -105,7 +105,7 @@ class SecondOrder(Bound):
     """
 
     name = "second-order"
-    in_networks = True
+    in_networks = ("smallest",)
     score_terms = ("rotary", "bias", "sinks")
     cost = "three norms of size nd x nd; for every node (about 6) one of size nd x hn², and n of size hn x d"
     reference: ClassVar[str] = "holdfast"
@@ -157,7 +157,7 @@ class Mixed(Bound):
     """
 
     name = "mixed"
-    in_networks = True
+    in_networks = ("smallest",)
     score_terms = ("rotary", "bias", "sinks")
     cost = "that of second-order, and for every node one norm of size nd x hn²"
     reference: ClassVar[str] = "holdfast"

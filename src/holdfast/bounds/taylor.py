@@ -31,6 +31,8 @@ class Taylor(Bound):
 
     name = "taylor"
     score_terms = EVERY_TERM
+    stands_in = True
+    in_networks, in_networks_with = ("smallest",), "cap"  # where no other one bounds the curvature
     cost = "two norms of size nd x nd; norms of n x d matrices"
     reference: ClassVar[str] = "holdfast"
 

@@ -139,7 +139,7 @@ class YudinBall(Bound):
     """
 
     name = "yudin-ball"
-    in_networks = True
+    in_networks = ("smallest",)
     score_terms = ("rotary", "bias")
     cost = "one norm of size nd x nd; for every node (about 6) norms of n x n and n x d matrices"
     reference: ClassVar[str] = "yudin2025; holdfast"
