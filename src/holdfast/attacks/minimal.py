@@ -14,7 +14,7 @@ from torch import Tensor
 
 from holdfast.errors import InputError
 from holdfast.linalg.ball_map import BallMap
-from holdfast.linalg.rounding import Ball
+from holdfast.linalg.rounding import Ball, down, up
 from holdfast.linalg.threat import L2, Threat
 from holdfast.results import Guarantee
 
@@ -280,7 +280,7 @@ def _stored(x: Tensor, delta: Tensor, threat: Threat) -> Tensor:
     kept = (threat.inside(x + delta) - x).float()
     if threat.clip is not None:
         moved = x + kept.double()
-        nearer = torch.nextafter(kept, torch.zeros_like(kept))
+        nearer = torch.where(kept > 0, down(kept), up(kept))
         kept = torch.where((moved < threat.clip[0]) | (moved > threat.clip[1]), nearer, kept)
     return kept
 

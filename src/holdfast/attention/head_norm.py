@@ -14,11 +14,11 @@ from torch import Tensor
 
 from holdfast.attention.rotary import Rotary
 from holdfast.errors import InputError
-from holdfast.linalg.rounding import Array, Ball, lift
+from holdfast.linalg.rounding import Array, Ball, lift, up
 
 Kind = Literal["rms", "layer"]
 
-_SHARP = 2 / math.sqrt(3.0) * (1 + 2**-48)  # not below the exact value, also after one more rounding
+_SHARP = up(2 / math.sqrt(3.0), 2**-48)  # not below the exact value, also after one more rounding
 
 
 @final

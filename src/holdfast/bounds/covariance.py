@@ -29,7 +29,7 @@ class Plus(Bound):
     """
 
     name = "plus"
-    in_networks = True
+    in_networks = ("smallest",)
     score_terms = ("rotary", "bias", "sinks")
     cost = "two norms of size nd x nd"
     reference: ClassVar[str] = "holdfast"
@@ -61,7 +61,7 @@ class Covariance(Bound):
     """
 
     name = "cov"
-    in_networks = True
+    in_networks = ("smallest",)
     score_terms = ("rotary", "bias", "sinks")
     cost = "for every eps one norm of size nd x hn², and n of size hn x d"
     reference: ClassVar[str] = "holdfast"

@@ -22,9 +22,9 @@ from holdfast.bounds.score_map import ScoreMap, distances2, root, score_map, sid
 from holdfast.errors import InputError
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
+from holdfast.linalg.rounding import ROOT2, up
 
-ROOT2 = math.sqrt(2.0) * (1 + 2**-50)  # not below the exact value, nor are the other constants here
-_CURVED = (1 + math.sqrt(2.0)) / 2 * (1 + 2**-50)
+_CURVED = up((1 + math.sqrt(2.0)) / 2, 2**-50)  # not below the exact value
 _FRACTIONS = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 

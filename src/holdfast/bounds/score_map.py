@@ -22,6 +22,7 @@ from holdfast.attention.rotary import Rotary
 from holdfast.attention.rows import Rows
 from holdfast.linalg import Array, Ball
 from holdfast.linalg.arithmetic import Arithmetic
+from holdfast.linalg.rounding import up
 
 _CHUNK = {"cpu": 2**21, "cuda": 2**27}  # numbers of one temporary
 
@@ -192,7 +193,7 @@ class TurnedMaps(ScoreMap[Array]):
     @cached_property
     def forms(self) -> tuple[Array, Array]:
         """ρ² |scale| ‖W_l^K‖ W_l^Q, and the same with the roles exchanged."""
-        w, (query, key), size = self._w, self._norms, abs(self._scale) * (1 + 2**-50) * self._rho
+        w, (query, key), size = self._w, self._norms, up(abs(self._scale), 2**-50) * self._rho
         return w.w_q * (key * size)[:, None, None], w.w_k * (query * size)[:, None, None]
 
     def growth(self, norm_A: Array) -> tuple[Array, Array]:

@@ -15,10 +15,11 @@ from torch import Tensor
 from holdfast.attention import AttentionJacobian, AttentionLayer, ValueOperator
 from holdfast.attention.mean_split import CommonPart, Coupling, OtherPart
 from holdfast.bounds.base import Bound, Evaluation, register_bound
-from holdfast.bounds.over_ball import ROOT2, OverBall
+from holdfast.bounds.over_ball import OverBall
 from holdfast.bounds.score_map import root
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
+from holdfast.linalg.rounding import ROOT2, down, up
 
 _CELLS = 512
 _LARGE = 2**13  # numbers in one input, beyond which the curvature is evaluated at the asked radii alone …
@@ -49,7 +50,7 @@ def where_tokens_agree(ball: OverBall[Array]) -> tuple[Array, Array]:
     mixed = _rms(ball.damping * eta) * ball.stacked_C + _rms(damped) * ball.rows_A
     if ball.map.key_variations2 is not None:
         alike = alike + ball.value_spread * ball.joint_A * 2.0
-        mixed = mixed + ball.value_spread.amax(-1) * ball.joint_A / math.sqrt(D.shape[-1]) * (1 + 2**-50)
+        mixed = mixed + ball.value_spread.amax(-1) * ball.joint_A / down(math.sqrt(D.shape[-1]), 2**-50)
     common = root(alike.square().sum(-1)) / D.shape[-1]
     return common, mixed + _rms(root(D) * eta * third.minimum(root(D) * sigma))
 
@@ -82,7 +83,7 @@ def by_radius(values: Array, nodes: Tensor) -> Array:
 
 def widths(nodes: Tensor) -> Tensor:
     """(…, e, k) lengths of the intervals that end at the nodes, rounded up."""
-    return torch.diff(nodes, dim=-1, prepend=torch.zeros_like(nodes[..., :1])) * (1 + 1e-12)
+    return up(torch.diff(nodes, dim=-1, prepend=torch.zeros_like(nodes[..., :1])), 1e-12)
 
 
 def integrate(a: Arithmetic[Array], values: Array, nodes: Tensor) -> Array:
@@ -90,7 +91,7 @@ def integrate(a: Arithmetic[Array], values: Array, nodes: Tensor) -> Array:
     starts = torch.cat([torch.zeros_like(nodes[..., :1]), nodes[..., :-1]], -1)
     to_go = (nodes[..., -1:] - starts) + (nodes[..., -1:] - nodes)
     # The factor is more than the rounding of four sums and products.
-    return (by_radius(values, nodes) * a.lift((nodes - starts) * to_go / 2 * (1 + 1e-12))).sum(-1)
+    return (by_radius(values, nodes) * a.lift(up((nodes - starts) * to_go / 2, 1e-12))).sum(-1)
 
 
 @final
@@ -104,7 +105,7 @@ class SecondOrder(Bound):
     """
 
     name = "second-order"
-    in_networks = True
+    in_networks = ("smallest",)
     score_terms = ("rotary", "bias", "sinks")
     cost = "three norms of size nd x nd; for every node (about 6) one of size nd x hn², and n of size hn x d"
     reference: ClassVar[str] = "holdfast"
@@ -156,7 +157,7 @@ class Mixed(Bound):
     """
 
     name = "mixed"
-    in_networks = True
+    in_networks = ("smallest",)
     score_terms = ("rotary", "bias", "sinks")
     cost = "that of second-order, and for every node one norm of size nd x hn²"
     reference: ClassVar[str] = "holdfast"

@@ -27,8 +27,7 @@ from holdfast.layers.piece import LinearPiece, Piece
 from holdfast.linalg import Ball
 from holdfast.linalg.arithmetic import Arithmetic, Numerical, Proved
 from holdfast.linalg.certified import GIB
-from holdfast.linalg.curves import outward
-from holdfast.linalg.rounding import UNIT, as_ball, frobenius_upper
+from holdfast.linalg.rounding import UNIT, as_ball, frobenius_upper, outward
 from holdfast.linalg.threat import L2, Threat
 from holdfast.network.network import Network, Residual
 from holdfast.network.site import LARGE, Site

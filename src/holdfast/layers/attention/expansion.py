@@ -24,7 +24,7 @@ from holdfast.layers.expansion import LocalExpansion
 from holdfast.linalg import Ball, forms
 from holdfast.linalg.directions import Directions
 from holdfast.linalg.graded import Graded, smaller
-from holdfast.linalg.rounding import frobenius_upper
+from holdfast.linalg.rounding import frobenius_upper, up
 from holdfast.linalg.squarings import thin_gram_norm
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class LocalAttention(LocalExpansion):
             self._coefficient(error, size)
         for weight in maps:
             self._coefficient(frobenius_upper(weight.rad), frobenius_upper(weight.mid))
-        self._coefficient(p.rad.sum(-1).amax((-2, -1)) * (1 + 1e-12), torch.ones_like(self.theta))
+        self._coefficient(up(p.rad.sum(-1).amax((-2, -1)), 1e-12), torch.ones_like(self.theta))
         self._w_q, self._w_k, self._w_v, self._w_o = (weight.mid for weight in maps)
         self._size_q, self._size_k = (frobenius_upper(w) * at.absolute for w in (self._w_q, self._w_k))
         self._q, self._k, self._v, self._p = q.mid, k.mid, v.mid, p.mid
@@ -85,12 +85,12 @@ class LocalAttention(LocalExpansion):
         size = torch.linalg.vector_norm(self._k, dim=-1).amax((-2, -1)) * self._size_q
         self._query_size = size.reshape(-1, 1, 1)
         lost = 64 * self.theta.reshape(-1, 1, 1) * self._query_size
-        self._by_query = torch.linalg.vector_norm(by_query, dim=-1) * (1 + 1e-12) + lost.unsqueeze(-1)
+        self._by_query = up(torch.linalg.vector_norm(by_query, dim=-1), 1e-12) + lost.unsqueeze(-1)
         self._by_query_std = thin_gram_norm(weight * by_query) * slack + lost
         size = torch.linalg.vector_norm(self._q, dim=-1).amax((-2, -1)) * self._size_k
         lost = (64 * self.theta * size).reshape(-1, 1, 1)
-        self._by_key = self._at.longest(self._q, w_k, self._seen) * (1 + 1e-12) + lost  # ‖a_i‖
-        self._norm_q, self._norm_k = (thin_gram_norm(w, 3) * (self._at.norm * (1 + 1e-15)) for w in (w_q, w_k))
+        self._by_key = up(self._at.longest(self._q, w_k, self._seen), 1e-12) + lost  # ‖a_i‖
+        self._norm_q, self._norm_k = (thin_gram_norm(w, 3) * up(self._at.norm, 1e-15) for w in (w_q, w_k))
         size = frobenius_upper(self._w_v) * frobenius_upper(self._w_o)
         self._norm_v = thin_gram_norm(w_v @ self._outer, 3) + 1e-12 * size
 
@@ -167,7 +167,7 @@ class LocalAttention(LocalExpansion):
             for of, lost in ((linear, lost1), (quadratic, lost2))
         )
         self._size_s = [
-            torch.linalg.vector_norm(self._s1, dim=0) * (1 + 1e-12) + lost1.unsqueeze(-1),
+            up(torch.linalg.vector_norm(self._s1, dim=0), 1e-12) + lost1.unsqueeze(-1),
             alone + lost2.unsqueeze(-1),
         ]
         self._spread_s = [forms.root(self._logits[0]), forms.root(self._bends[0])]
@@ -224,7 +224,7 @@ class LocalAttention(LocalExpansion):
         turned = torch.einsum("hck,bhnk...->bhnc...", factor, rows)
         flat = turned if k == 1 else turned.flatten(-3, -2)
         missed = (off.reshape(-1, 1) * rows.flatten(3).square().sum(-1)).sqrt()
-        return forms.of_rows(flat) * (1 + 1e-10) + forms.unit(flat, missed)
+        return up(forms.of_rows(flat), 1e-10) + forms.unit(flat, missed)
 
     def _mean(self, A: Tensor) -> Tensor:
         """(b, h, j, p, p) to (b, h, i, p, p): the mean over the keys of every row."""
@@ -280,8 +280,7 @@ class LocalAttention(LocalExpansion):
         )
         moved = moved + e.square() * forms.root(mean).square() * (self._value_far + v_far)
         out = out + wide(v_far + moved) * mean
-        total: Tensor = out.sum(1) * (1 + 1e-9)
-        return total
+        return up(out.sum(1), 1e-9)
 
     def fourth(self, F: Tensor, eps: Tensor) -> Tensor:
         p, e = self._most_p, eps.reshape(-1, 1, 1)
@@ -329,8 +328,8 @@ class LocalAttention(LocalExpansion):
         N = straight + crossed + with_v + with_n
         lost = bilinear2.rest * std + crossed.rest + with_v.rest + with_n.rest
         lost = lost + (N * mean).rest + N.total * mean.total.square()
-        total: Tensor = lost.sum(1) * (1 + 1e-9)
-        return total
+        total: Tensor = lost.sum(1)
+        return up(total, 1e-9)
 
     def twist(self, c: Tensor) -> Tensor:
         m = split_heads(c @ self._w_o.mT, self._h)  # (j, b, h, n, k)
