@@ -107,7 +107,7 @@ WORKS = {
     "certify by gains": Work(
         _certify("gains"),
         Point(17, 32, 4, inputs=4),
-        Point(17, 64, 4, inputs=64),
+        Point(17, 64, 4, inputs=16),
         {"layers": (1, 0), "inputs": (1, 1)},
     ),
     "certify by telescoped": Work(
