@@ -7,6 +7,9 @@ output map, and ν_j the change of the values, less its mean. With E the mean un
 
 because E[t] = E[ṽ] = E[ν] = 0. Everything on the right is a product or a series of quantities of known degree. A row's
 keys are measured together: |E[x y]| <= |x||y| with |x|² = E[x²], and taking off a mean makes that no larger.
+
+The first two derivatives are those of `attention/derivatives.py`, written once more because the rest is bounded by the
+jets of queries, keys, values and logits themselves, which are kept from one degree to the next.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
-from holdfast.attention.common import less_common
+from holdfast.attention.common import centred, less_common
 from holdfast.attention.layer import join_heads, merge_heads, project, split_heads
 from holdfast.layers.attention.positions import Positions
 from holdfast.layers.expansion import LocalExpansion
@@ -97,21 +100,25 @@ class LocalAttention(LocalExpansion):
     # -- jets
 
     def push(self, a: Tensor) -> Tensor:
-        q, k, v = self._projected(a)
-        s = self._centred(q @ self._k.mT + self._q @ k.mT)
-        return self._out((self._p * s) @ self._v + self._p @ v, a)
+        *_, out = self._along(a)
+        return out
 
     def _first(self, J: Tensor) -> Tensor:
-        self._q1, self._k1, self._v1 = self._projected(J)
-        self._s1 = s = self._centred(self._q1 @ self._k.mT + self._q @ self._k1.mT)
-        return self._out((self._p * s) @ self._v + self._p @ self._v1, J)
+        self._q1, self._k1, self._v1, self._s1, out = self._along(J)
+        return out
+
+    def _along(self, a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys, values and logits less their means along tangents, and the derivative."""
+        q, k, v = self._projected(a)
+        s = centred(self._p, q @ self._k.mT + self._q @ k.mT)
+        return q, k, v, s, self._out((self._p * s) @ self._v + self._p @ v, a)
 
     def _second(self, H: Tensor) -> Tensor:
         self._q2, self._k2, self._v2 = self._projected(H)
         some = self._some_pairs()
         s = torch.cat([self._logits_along(pairs) for pairs in some])
         self._sizes(s)
-        self._P2 = self._centred(self._s1[self.directions.first] * self._s1[self.directions.second] + s)
+        self._P2 = centred(self._p, self._s1[self.directions.first] * self._s1[self.directions.second] + s)
         del s
         return torch.cat([self._out(self._means_along(pairs), H[pairs]) for pairs in some])
 
@@ -120,7 +127,7 @@ class LocalAttention(LocalExpansion):
         i, j, q, k = self.directions.first[pairs], self.directions.second[pairs], self._q2[pairs], self._k2[pairs]
         left = torch.cat([q, self._q.expand_as(q), self._q1[i], self._q1[j]], -1)
         right = torch.cat([self._k.expand_as(k), k, self._k1[j], self._k1[i]], -1)
-        return self._centred(left @ right.mT)
+        return centred(self._p, left @ right.mT)
 
     def _means_along(self, pairs: Tensor) -> Tensor:
         """The heads' outputs for some pairs."""
@@ -133,9 +140,6 @@ class LocalAttention(LocalExpansion):
         """Queries, keys and values of tangents, (t, b, h, n, k)."""
         q, k, v = (split_heads(a @ w, self._h) for w in (self._w_q, self._w_k, self._w_v))
         return self._at.turn(q), self._at.turn(k), v
-
-    def _centred(self, f: Tensor) -> Tensor:
-        return f - (self._p * f).sum(-1, keepdim=True)
 
     def _out(self, y: Tensor, a: Tensor) -> Tensor:
         out: Tensor = merge_heads(y) @ self._w_o
@@ -334,7 +338,7 @@ class LocalAttention(LocalExpansion):
     def twist(self, c: Tensor) -> Tensor:
         m = split_heads(c @ self._w_o.mT, self._h)  # (j, b, h, n, k)
         p, s1 = self._p, self._s1
-        g = p * self._centred(m @ self._v.mT)  # (j, b, h, i, j)
+        g = p * centred(self._p, m @ self._v.mT)  # (j, b, h, i, j)
         seen = torch.einsum("jbhik,tbhlk->jtbhil", m, self._v1)
         left = torch.cat([(g.unsqueeze(1) * s1).flatten(-3, -1), (p * seen).flatten(-3, -1)], -1)
         i, j = self.directions.first, self.directions.second

@@ -16,6 +16,7 @@ from holdfast.bounds.best import for_networks, smallest_of
 from holdfast.bounds.second_order import direct_gain, every_direction, grown_gain, nodes_for, on_nodes
 from holdfast.bounds.taylor import curvature_on_balls
 from holdfast.bounds.yudin import slope_on_balls
+from holdfast.errors import NotApplicableError
 from holdfast.layers.attention.expansion import LocalAttention
 from holdfast.layers.expansion import LocalExpansion
 from holdfast.layers.piece import SmoothPiece
@@ -48,6 +49,8 @@ class Attention(SmoothPiece):
 
     def at(self, u: Array) -> AttentionPass[Array]:
         """The layer at u, with its derivatives there: for many derivatives at one point."""
+        if self.layer.q_norm is not None or self.layer.k_norm is not None or self.layer.sinks is not None:
+            raise NotApplicableError(f"the derivatives of a network do not cover {self.layer.beyond_dot_products}")
         return AttentionPass(self.layer, u)
 
     def value(self, u: Array) -> Array:
