@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float32, Float64, Int64
 from torch import Tensor
 
-from holdfast.errors import InputError
+from holdfast.errors import check_counts
 from holdfast.linalg.ball_map import BallMap
 from holdfast.linalg.rounding import Ball, down, up
 from holdfast.linalg.threat import L2, Threat
@@ -72,9 +72,7 @@ class MinimalAttack:
     steps: int = 30
 
     def __post_init__(self) -> None:
-        for name, count in vars(self).items():
-            if count < 1:
-                raise InputError(f"{name} is {count}; expected at least 1")
+        check_counts(**vars(self))
 
     def __call__(
         self,

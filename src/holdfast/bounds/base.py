@@ -94,8 +94,31 @@ class LayerMethod(Method):
         if refusal is not None:
             raise NotApplicableError(f"bound {self.name!r} does not apply: {refusal}")
 
+    @final
+    def withhold_below(self, attained: Tensor, value: Tensor, guarantee: Guarantee) -> None:
+        """Withholds values below what is attained."""
+        slack = NUMERICAL_SLACK if guarantee == "numerical" else 0.0
+        if bool((attained > value * (1 + slack)).any()):
+            raise SoundnessError(
+                f"bound {self.name!r} returned a value below one that is attained; the value is withheld; "
+                "please report the layer and the input"
+            )
 
-class Bound(LayerMethod):
+
+class MethodAtPoint(LayerMethod):
+    """What every bound at a point of a layer says of itself: for which layers it has a proof."""
+
+    @abstractmethod
+    def _refusal(self, layer: AttentionLayer) -> str | None:
+        """Why the bound has no proof for this layer, or None."""
+
+    @final
+    def refusal(self, layer: AttentionLayer) -> str | None:
+        """Why the bound does not apply to the layer, or None where it does."""
+        return self.refuse_score_terms(layer) or self._refusal(layer)
+
+
+class Bound(MethodAtPoint):
     """An upper bound of ‖F(X') - F(X)‖_F over ‖X' - X‖_F <= eps.
 
     A method states its metadata and writes `_evaluate`.
@@ -120,15 +143,6 @@ class Bound(LayerMethod):
 
         Inside a network each input has radii of its own, (…, e).
         """
-
-    @abstractmethod
-    def _refusal(self, layer: AttentionLayer) -> str | None:
-        """Why the bound has no proof for this layer, or None."""
-
-    @final
-    def refusal(self, layer: AttentionLayer) -> str | None:
-        """Why the bound does not apply to the layer, or None where it does."""
-        return self.refuse_score_terms(layer) or self._refusal(layer)
 
     def held_numbers(self, layer: AttentionLayer, tokens: int) -> int:
         """About how many numbers its largest tensor has for one input, beside what the layer itself holds."""
@@ -197,12 +211,7 @@ class Bound(LayerMethod):
         moved = x + radius * direction / torch.where(length > 0, length, torch.inf)
         inside = distance(x, moved).upper <= x.new_tensor(radii).reshape(-1, *(1 for _ in x.shape[:-2]))
         attained = torch.where(inside, movement(layer, x, moved).lower, 0.0).movedim(0, -1)
-        slack = NUMERICAL_SLACK if guarantee == "numerical" else 0.0
-        if bool((attained > value * (1 + slack)).any()):
-            raise SoundnessError(
-                f"bound {self.name!r} returned a value below one that is attained; the value is withheld; "
-                "please report the layer and the input"
-            )
+        self.withhold_below(attained, value, guarantee)
 
 
 bounds: Registry[Bound] = Registry("method", group="holdfast.bounds")
