@@ -27,7 +27,7 @@ from holdfast.layers.perceptron.piece import Mlp
 from holdfast.layers.piece import LinearPiece, Piece, SmoothPiece
 from holdfast.layers.tokens.pooling import ClassToken
 from holdfast.linalg.arithmetic import Arithmetic, Proved
-from holdfast.linalg.curves import BEYOND, ZERO, Curve, Grid
+from holdfast.linalg.curves import Curve, Grid
 from holdfast.linalg.rounding import lift
 from holdfast.network import centre as centres
 from holdfast.network.centre import Centre, Enclosed, pulled, pushed
@@ -446,9 +446,10 @@ def test_a_tie_is_not_decided() -> None:
     assert record.radius == 0
 
 
-def test_a_grid_gives_bounds_from_above() -> None:
+@pytest.mark.parametrize("ratio", [1.5, 1.02])
+def test_a_grid_gives_bounds_from_above(ratio: float) -> None:
     base, limit = torch.tensor([[0.1, 3.0], [10.0, 1e3]], dtype=torch.float64)
-    grid = Grid(lambda: base, limit)
+    grid = Grid(lambda: base, limit, ratio)
     calls = []
 
     def cube(rho: Tensor) -> Tensor:
@@ -460,13 +461,13 @@ def test_a_grid_gives_bounds_from_above() -> None:
         [[0.0, 1e-9, 0.3, 1.0, 9.9, 11.0], [0.0, 5.0, 7.0, 999.0, 1001.0, math.inf]], dtype=torch.float64
     )
     level = grid.level(rho)
-    assert level[:, 0].tolist() == [ZERO, ZERO]
-    assert (level == BEYOND).tolist() == [[False] * 5 + [True], [False] * 4 + [True, True]]
+    assert level[:, 0].tolist() == [grid.zero, grid.zero]
+    assert (level == grid.beyond).tolist() == [[False] * 5 + [True], [False] * 4 + [True, True]]
     values = curve(level)
     assert bool((values >= rho**3).all())
-    assert bool((values[level == BEYOND] == math.inf).all())
+    assert bool((values[level == grid.beyond] == math.inf).all())
     close = rho[0, 2:5] ** 3
-    assert bool((values[0, 2:5] <= close * 1.5**3 * (1 + 1e-9)).all())
+    assert bool((values[0, 2:5] <= close * ratio**3 * (1 + 1e-9)).all())
     nearby = grid.level(rho * 0.999)
     curve(nearby)
     curve(level)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import holdfast
 from holdfast import AttentionLayer, InputError, attention_report
 from holdfast.attention import AttentionJacobian
+from holdfast.attention.derivatives import AttentionPass
 from holdfast.attention.paths import paths
 from holdfast.cli.app import app
 from holdfast.linalg import Ball
@@ -34,10 +35,16 @@ def turned(case: Case) -> Case:
 
 @every_case
 def test_paths_add_up_to_the_derivative(case: Case) -> None:
-    g = torch.randn(case.x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    """… and the quick Jacobian is that of `derivatives.py`, both ways."""
+    generator = torch.Generator().manual_seed(0)
+    g = torch.randn(case.x.shape, generator=generator, dtype=torch.float64)
     for layer in (case.layer, turned(case).layer):
-        expected = AttentionJacobian(layer, case.x).mv(g)
+        jacobian, here = AttentionJacobian(layer, case.x), AttentionPass(layer, case.x)
+        expected = jacobian.mv(g)
         size = float(case.size)
+        u = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+        torch.testing.assert_close(here.push(g), expected, rtol=1e-9, atol=1e-12 * size**2)
+        torch.testing.assert_close(here.pull(u), jacobian.rmv(u), rtol=1e-9, atol=1e-12 * size**2)
         torch.testing.assert_close(paths(layer, case.x, g).total, expected, rtol=1e-9, atol=1e-12 * size**2)
         ball = paths(layer, Ball.exact(case.x), Ball.exact(g)).total
         assert bool((ball.lower <= expected + 1e-12 * size**2).all())

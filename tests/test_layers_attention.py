@@ -12,10 +12,16 @@ from torch import Tensor
 import holdfast
 from holdfast.attention.derivatives import AttentionPass
 from holdfast.attention.rotary import Rotary
-from holdfast.errors import InputError, UnknownNameError
+from holdfast.bounds import bounds
+from holdfast.bounds.base import EVERY_TERM, Bound, Evaluation, Need
+from holdfast.bounds.best import smallest_of
+from holdfast.compositions import certify_inputs
+from holdfast.errors import InputError, NotApplicableError
 from holdfast.layers.attention.piece import Attention
+from holdfast.layers.tokens.pooling import TokenMean
 from holdfast.linalg import Ball
 from holdfast.linalg.arithmetic import Arithmetic, Numerical, Proved
+from holdfast.network.network import Head, Network
 from holdfast.testing import Case, cases, changed, make_case
 from holdfast.testing.probes import climb, directions
 
@@ -232,12 +238,18 @@ def test_inputs_with_radii_of_their_own_are_as_if_alone(case: Case, arithmetic: 
 
 @in_turn
 def test_shared_radii_give_what_the_bounds_give(case: Case, arithmetic: type[Arithmetic[Any]]) -> None:
-    a, eps = arithmetic(), torch.tensor([0.25], dtype=torch.float64)
-    for method in ("lofast", "cov", "second-order", "best"):
+    a, eps, piece = arithmetic(), torch.tensor([0.25], dtype=torch.float64), Attention(case.layer)
+    for method in ("lofast", "cov", "second-order", "rows", "pairs", "best"):
+        if bounds[method].refusal(case.layer) is not None:
+            continue
         expected = holdfast.bound(case.layer, case.x, [0.25], method=method, guarantee=a.guarantee).value
+        needs: dict[str, Need] = {"best": "smallest", "rows": "near", "pairs": "quick"}
         for rho in (eps, eps.expand(2, 1)):
-            found = evaluate(a, Attention(case.layer), "reach", case.x, rho, method=method)
-            assert torch.allclose(found, expected, rtol=1e-6), method
+            here = a.at(piece, case.x)
+            found = [a.number(smallest_of([bounds[method]], here, case.layer, case.x, a.lift(rho)).value)]
+            if method in needs:
+                found.append(evaluate(a, piece, "reach", case.x, rho, need=needs[method]))
+            assert all(torch.allclose(one, expected, rtol=1e-6) for one in found), method
 
 
 @pytest.mark.parametrize("case", [*TYPICAL, *CAPPED], ids=lambda case: case.name)
@@ -316,8 +328,8 @@ def test_one_arithmetic_serves_many_pieces_inputs_and_radii(arithmetic: type[Ari
 
 def test_errors() -> None:
     plain, a = CASES[0], Numerical()
-    with pytest.raises(UnknownNameError, match="lofat"):
-        evaluate(a, Attention(plain.layer), "reach", plain.x, RHO, method="lofat")
+    with pytest.raises(InputError, match="need is 'lofat'; expected one of"):
+        evaluate(a, Attention(plain.layer), "reach", plain.x, RHO, need="lofat")
     with pytest.raises(InputError, match=r"radii have shape \(3, 2\); expected \(r\) or \(2, 'r'\)"):
         evaluate(a, Attention(plain.layer), "curvature", plain.x, torch.ones(3, 2, dtype=torch.float64))
 
@@ -337,3 +349,48 @@ def test_numerical_bounds_at_the_size_of_a_vision_transformer(n: int, d: int, h:
 def directions_at_random(x: Tensor) -> Tensor:
     g = normal(0, 4, *x.shape)
     return g / torch.linalg.vector_norm(g, dim=(-2, -1), keepdim=True)
+
+
+# -- which bounds move attention in a network
+
+
+@pytest.mark.parametrize(("need", "method"), [("quick", "gains"), ("smallest", "layerwise")])
+def test_a_new_bound_reaches_networks_by_what_it_says_of_itself(
+    need: Need, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Asked(Bound):
+        """The residual alone: a network that asked this bound would be said to be flatter than it is."""
+
+        name = "asked"
+        score_terms = EVERY_TERM
+        cost = reference = "none"
+        in_networks = (need,)
+
+        def _refusal(self, layer: holdfast.AttentionLayer) -> str | None:
+            return None
+
+        def _evaluate(self, a: Any, layer: holdfast.AttentionLayer, x: Tensor, eps: Any) -> Evaluation[Any]:
+            return Evaluation(eps * a.lift(torch.full((*x.shape[:-2], 1), abs(layer.residual), dtype=x.dtype)), {})
+
+    class AskedWithCaps(Asked):
+        """… where there are caps alone."""
+
+        name = "asked with caps"
+        in_networks_with = "cap"
+
+    x, w = normal(0, 2, 4, 6), [normal(1, 2, 6, 3), normal(2, 2, 6, 3), normal(3, 2, 6, 3), normal(4, 2, 3, 6)]
+    plain = holdfast.AttentionLayer(*w, residual=1.0)
+    capped = plain.replace(soft_cap=1.0)
+
+    def radius(layer: holdfast.AttentionLayer, *new: type[Bound]) -> Tensor:
+        monkeypatch.setattr(bounds, "_items", known | {bound.name: bound() for bound in new})
+        network = Network([Attention(layer), TokenMean(4)], Head(normal(5, 3, 6), normal(6, 3)))
+        return torch.tensor([one.radius for one in certify_inputs(network, x, method=method)])
+
+    known = dict(bounds._items)
+    assert bool((radius(plain, Asked) > radius(plain)).all())
+    assert bool((radius(plain, AskedWithCaps) == radius(plain)).all())
+    assert bool((radius(capped, AskedWithCaps) > radius(plain)).all())
+    if need == "quick":
+        with pytest.raises(NotApplicableError, match="pairs: the layer caps its scores"):
+            radius(capped)

@@ -13,6 +13,7 @@ from holdfast.layers.attention.piece import Attention
 from holdfast.layers.attention.positions import Positions
 from holdfast.layers.norm.expansion import inverse_root
 from holdfast.layers.norm.piece import Normalisation
+from holdfast.layers.piece import SmoothPiece
 from holdfast.linalg.graded import Graded
 from holdfast.testing.expansions import EXPANDED, LocalCase, draw_local, shares
 
@@ -71,6 +72,8 @@ def jets_are_derivatives(case: LocalCase, seed: int) -> None:
     assert close(twist, torch.einsum("jbnd,bndpqr->jbpqr", c, third))
     u = case.u.expand(case.H.shape).contiguous()
     assert close(pushed, torch.func.jvp(case.piece.value, (u,), (case.H,))[1])
+    if isinstance(case.piece, SmoothPiece):
+        assert close(pushed, case.piece.push(case.u, case.H))
 
 
 def close(mine: Tensor, its: Tensor) -> bool:

@@ -26,6 +26,7 @@ from holdfast.linalg.rounding import (
     frobenius_upper,
     gamma,
     lift,
+    outward,
     power_of_two,
     product_error,
     up,
@@ -489,6 +490,16 @@ def test_neighbours(x: float) -> None:
     t = tensor(x)
     assert down(t).item() == math.nextafter(x, -math.inf)
     assert up(t).item() == math.nextafter(x, math.inf)
+    assert (down(x), up(x)) == (down(t).item(), up(t).item())
+
+
+@quickly
+@given(x=numbers.map(abs).filter(lambda x: x <= 1e300), by=st.sampled_from([2.0**-50, 1e-15, 1e-12, 1e-9]))
+def test_many_roundings_are_paid_for_together(x: float, by: float) -> None:
+    for value in (x, tensor(x)):
+        assert float(up(value, by)) == x * (1 + by) >= x
+        assert float(down(value, by)) == x * (1 - by) <= x
+    assert Fraction(outward(tensor(x)).item()) >= Fraction(x) * (1 + 2**8 * Fraction(UNIT))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -96,7 +96,7 @@ def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
 
 def test_a_radius_beyond_the_attack_is_refused_and_summaries_count_all_images() -> None:
     one = CifarImage("a", KNOWN, 0, True, 1.0, 0.2, 0.4, {"first order": 3.0, "kinks": 1.0}, 2.0, 1.0)
-    with pytest.raises(SoundnessError, match=r"0\.5 is proved"):
+    with pytest.raises(SoundnessError, match=r"proves 0\.5 for image 0 of a"):
         replace(one, radius=0.5)
     other = replace(one, place=1, radius=0.1, attack=0.2, losses={"first order": 1.0})
     row = summed_up("a", [one, other, CifarImage("a", KNOWN, 2, False)])

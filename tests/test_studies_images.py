@@ -64,7 +64,7 @@ def test_what_cannot_be_is_reported(trained: Path) -> None:
     (one,) = measured(trained)
     right = next(i for i, found in enumerate(one.attack) if found != 0)
     attack = [1e-9 if i == right else found for i, found in enumerate(one.attack)]
-    with pytest.raises(SoundnessError, match=f"image {right}, an attack succeeds at 1e-09"):
+    with pytest.raises(SoundnessError, match=f"image {right} and an attack succeeds at 1e-09"):
         replace(one, attack=attack, radius=[0.1] * 12)
 
 

@@ -203,7 +203,7 @@ def test_the_shares() -> None:
 
 
 def test_a_certificate_that_an_attack_breaks_is_refused() -> None:
-    with pytest.raises(SoundnessError, match=r"layerwise certifies 0\.2 for input 1"):
+    with pytest.raises(SoundnessError, match=r"layerwise proves 0\.2 for input 1"):
         result(radius={"lofast": [0.0] * 4, "layerwise": [0.1, 0.2, 0.1, 0.1]})
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from holdfast.attacks import LipschitzAscent, ProjectedAscent
 from holdfast.attention import AttentionJacobian, AttentionLayer, checks
 from holdfast.bounds import ball_bounds, bound_named, point_bounds
-from holdfast.errors import InputError
+from holdfast.errors import InputError, check_counts
 from holdfast.linalg import FunctionJacobian, estimate, upper
 from holdfast.linalg.certified import GIB
 from holdfast.radii import GivenRadii
@@ -113,7 +113,7 @@ def attack(
         steps: gradient steps for every start.
         seed: for everything random.
     """
-    _at_least_one(restarts=restarts, steps=steps)
+    check_counts(restarts=restarts, steps=steps)
     return ProjectedAscent(restarts, steps)(_as_layer(layer), x, eps, objective=objective, seed=seed)
 
 
@@ -139,18 +139,12 @@ def lipschitz_attack(
     Example:
         >>> lipschitz_attack(layer, radius=4.0, tokens=64).lower
     """
-    _at_least_one(restarts=restarts, steps=steps)
+    check_counts(restarts=restarts, steps=steps)
     return LipschitzAscent(restarts, steps)(_as_layer(layer), radius, tokens, seed=seed)
 
 
 def _as_layer(layer: AttentionLayer | nn.Module) -> AttentionLayer:
     return layer if isinstance(layer, AttentionLayer) else AttentionLayer.from_module(cast("Any", layer))
-
-
-def _at_least_one(**counts: int) -> None:
-    for name, count in counts.items():
-        if count < 1:
-            raise InputError(f"{name} is {count}; expected at least 1")
 
 
 def local_lipschitz(

@@ -8,6 +8,13 @@ from collections.abc import Iterable
 _ALL, _FEW = 24, 5  # names that a message lists: all of them if they are few, otherwise the nearest
 
 
+def check_counts(**counts: int | None) -> None:
+    """Refuses numbers of things that are not at least 1; None stands for no number."""
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise InputError(f"{name} is {count}; expected at least 1")
+
+
 class HoldfastError(Exception):
     """Base of every error that Holdfast raises on purpose."""
 

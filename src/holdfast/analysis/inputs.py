@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
 from holdfast.analysis.result import AnalyzedInput
-from holdfast.errors import InputError
+from holdfast.errors import InputError, check_counts
 from holdfast.models.loading import Picture
 
 _SMALL = 64  # pixels: up to this size every pixel is kept as it is
@@ -54,8 +54,7 @@ def describe(
 
 def shortened(inputs: Tensor | Mapping[str, Any], most: int) -> Tensor | dict[str, Any]:
     """Token ids, and whatever accompanies them, cut to the first `most` tokens."""
-    if most < 1:
-        raise InputError(f"max_tokens is {most}; expected at least 1")
+    check_counts(max_tokens=most)
     ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
         raise InputError("max_tokens cuts token ids, and these inputs have none; leave it out or cut the inputs")

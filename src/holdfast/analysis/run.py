@@ -21,7 +21,7 @@ from holdfast.attacks import ProjectedAscent
 from holdfast.attention import AttentionJacobian, AttentionLayer
 from holdfast.attention.heads import HeadJacobians
 from holdfast.attention.softmax import softmax_jacobian_norm
-from holdfast.bounds import bound_named
+from holdfast.bounds import bound_named, bounds
 from holdfast.errors import InputError, MemoryLimitError, NotApplicableError
 from holdfast.graph.trace import TracedLayer, trace
 from holdfast.linalg import MatrixOperator, estimate, upper
@@ -34,7 +34,6 @@ from holdfast.version import __version__
 #: From the top singular vector a few steps come within a few per cent of a long search.
 _ATTACK = ProjectedAscent(restarts=1, steps=2)
 _ATTACK_WORDS = "Projected gradient ascent, 2 steps from the top singular vector and from random directions."
-_FOR_ALL = "taylor"  # the bound that has a proof for every layer
 _LOG = logging.getLogger(__name__)
 _PACKAGES = ("torch", "transformers", "timm")
 
@@ -193,7 +192,7 @@ def _measure(
             with suppress(MemoryLimitError):
                 numbers["slope_upper"] = upper(jacobian).value
     refusals = []
-    for method in dict.fromkeys((work.method, _FOR_ALL)):
+    for method in dict.fromkeys((work.method, *(bound.name for bound in bounds.values() if bound.stands_in))):
         try:
             result = bound_named(method)(layer, x, work.radii, guarantee=work.guarantee)
         except (NotApplicableError, MemoryLimitError) as error:

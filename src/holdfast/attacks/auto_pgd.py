@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from holdfast.errors import InputError
+from holdfast.errors import check_counts
 
 Logits = Callable[[Tensor], Tensor]
 
@@ -39,9 +39,7 @@ class AutoPgd:
     restarts: int = 1
 
     def __post_init__(self) -> None:
-        for name, count in vars(self).items():
-            if count < 1:
-                raise InputError(f"{name} is {count}; expected at least 1")
+        check_counts(**vars(self))
 
     def __call__(
         self,

@@ -25,7 +25,7 @@ from holdfast.attention.measure import WeightedJacobian
 from holdfast.attention.paths import paths
 from holdfast.errors import HoldfastError, InputError, NotApplicableError, SoundnessError
 from holdfast.linalg import Ball, estimate
-from holdfast.linalg.rounding import frobenius
+from holdfast.linalg.rounding import down, frobenius
 from holdfast.radii import check_radii
 from holdfast.results import LipschitzWitness
 
@@ -199,7 +199,7 @@ def inside(x: Float[Tensor, "*s n d"], radius: float) -> Float[Tensor, "*s n d"]
         within = (length <= radius) | (x == 0).all(-1, keepdim=True)
         if bool(within.all()):
             return x
-        x = torch.where(within, x, x * (radius / length * (1 - 2.0**-50)))
+        x = torch.where(within, x, x * down(radius / length, 2.0**-50))
     raise SoundnessError("tokens could not be pulled into the ball; please report the layer and the radius")
 
 

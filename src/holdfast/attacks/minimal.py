@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float32, Float64, Int64
 from torch import Tensor
 
-from holdfast.errors import InputError
+from holdfast.errors import check_counts
 from holdfast.linalg.ball_map import BallMap
-from holdfast.linalg.rounding import Ball
+from holdfast.linalg.rounding import Ball, down, up
 from holdfast.linalg.threat import L2, Threat
 from holdfast.results import Guarantee
 
@@ -72,9 +72,7 @@ class MinimalAttack:
     steps: int = 30
 
     def __post_init__(self) -> None:
-        for name, count in vars(self).items():
-            if count < 1:
-                raise InputError(f"{name} is {count}; expected at least 1")
+        check_counts(**vars(self))
 
     def __call__(
         self,
@@ -280,7 +278,7 @@ def _stored(x: Tensor, delta: Tensor, threat: Threat) -> Tensor:
     kept = (threat.inside(x + delta) - x).float()
     if threat.clip is not None:
         moved = x + kept.double()
-        nearer = torch.nextafter(kept, torch.zeros_like(kept))
+        nearer = torch.where(kept > 0, down(kept), up(kept))
         kept = torch.where((moved < threat.clip[0]) | (moved > threat.clip[1]), nearer, kept)
     return kept
 

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from holdfast.attention.common import centred_product
 from holdfast.attention.rows import AnyRows, as_rows
 from holdfast.linalg.operator import Gram, MatrixOperator, ProvableOperator, members
 from holdfast.linalg.rounding import Ball, as_ball
@@ -31,15 +32,10 @@ class ValueCovariance(ProvableOperator):
         super().__init__(torch.Size((*mid.shape[:-3], mid.shape[-2])), torch.Size((m,)), torch.Size((h, n)), mid)
 
     def mv(self, v: Float[Tensor, "*batch i m"]) -> Float[Tensor, "*batch i h n"]:
-        return self._centred(self._values.dots(v)).movedim(-3, -2)
+        return centred_product(self._p.mid, self._values.dots(v)).movedim(-3, -2)
 
     def rmv(self, u: Float[Tensor, "*batch i h n"]) -> Float[Tensor, "*batch i m"]:
-        return self._values.mix(self._centred(u.movedim(-2, -3)))
-
-    def _centred(self, t: Float[Tensor, "*batch h i n"]) -> Float[Tensor, "*batch h i n"]:
-        """M_li t_li."""
-        weighted = self._p.mid * t
-        return weighted - self._p.mid * weighted.sum(-1, keepdim=True)
+        return self._values.mix(centred_product(self._p.mid, u.movedim(-2, -3)))
 
     @property
     def doubles(self) -> int:

@@ -17,6 +17,9 @@ the cumulants Cov(s_a, v_b), Cov(s_ab, v), κ₃(s_a, s_b, v), … all together.
 g_ij = m_i · v_j, is s̄ = p ∘ g°, q̄ = s̄ k, k̄ = s̄ᵀ q, v̄ = pᵀ m; its derivative along a is
 s̄_a = p ∘ (s°_a g° + m · v_a)°, q̄_a = s̄_a k + s̄ k_a, and so on.
 
+With sinks the first derivative is the same: a sink's score and value do not move, and E_p is a sum over the keys alone.
+With norms of queries or keys, q_a and k_a go through their derivative. The higher derivatives cover neither.
+
 A soft cap φ puts φ'(s) s_a in the place of s_a and φ'(s) s_ab + φ''(s) s_a s_b in that of s_ab; in the adjoint φ'(s) s̄
 stands for s̄, and its derivative is φ'(s) s̄_a + φ''(s) s_a s̄. There is no third derivative with a cap.
 """
@@ -24,11 +27,16 @@ stands for s̄, and its derivative is φ'(s) s̄_a + φ''(s) s_a s̄. There is n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, final
 
+from torch import Tensor
+
+from holdfast.attention.common import centred, centred_product
+from holdfast.attention.head_norm import Placed
 from holdfast.attention.layer import AttentionLayer, join_heads, merge_heads, project, split_heads
 from holdfast.errors import NotApplicableError
-from holdfast.linalg import Array
+from holdfast.linalg import Array, Ball
 from holdfast.linalg.rounding import as_ball
 
 
@@ -66,23 +74,25 @@ class AttentionPass(Generic[Array]):
     """
 
     def __init__(self, layer: AttentionLayer, u: Array) -> None:
-        if layer.q_norm is not None or layer.k_norm is not None or layer.sinks is not None:
-            raise NotApplicableError(f"the derivatives of a network do not cover {layer.beyond_dot_products}")
         self._layer = layer
         self._u: Array = u
         w = layer.weights(u)
-        # The scale of the scores is carried by q. A common row of v drops out of every derivative, and one of k where
-        # there is no cap: it is taken off because what is left is smaller and so are its rounding errors.
+        # The scale of the scores is carried by q. Without sinks a common row of v drops out of every derivative, and
+        # one of k where there is no cap: it is taken off because what is left is smaller, as are its rounding errors.
         self._w_q: Array = join_heads(w.w_q * layer.scale)
         self._w_k: Array = join_heads(w.w_k)
         self._w_v: Array = join_heads(w.w_v)
         self._w_o: Array = w.w_o.flatten(0, 1)
         self._b_o: Array | None = w.b_o
-        k, v = self._turn(project(u, w.w_k, w.b_k)), project(u, w.w_v, w.b_v)
-        self._common = as_ball(v).mid.mean(-2, keepdim=True)
-        self._q: Array = self._turn(project(u, w.w_q, w.b_q)) * layer.scale
-        self._k: Array = k if layer.soft_cap is not None else k - as_ball(k).mid.mean(-2, keepdim=True)
-        self._v: Array = v - self._common
+        self._placed_q: Placed[Array]
+        self._placed_k: Placed[Array]
+        self._placed_q, self._placed_k = layer.placed(u)
+        k, v = self._placed_k.value, project(u, w.w_v, w.b_v)
+        self._common = as_ball(v).mid.mean(-2, keepdim=True) if layer.sinks is None else None
+        self._q: Array = self._placed_q.value * layer.scale
+        shifts = layer.soft_cap is None and layer.sinks is None
+        self._k: Array = k - as_ball(k).mid.mean(-2, keepdim=True) if shifts else k
+        self._v: Array = v if self._common is None else v - self._common
         scores: Array = self._q @ self._k.mT
         self._p: Array = layer.probabilities(scores)
         self._cap: _Cap[Array] | None = None if layer.soft_cap is None else _Cap.of(layer.soft_cap, scores)
@@ -90,7 +100,8 @@ class AttentionPass(Generic[Array]):
     @property
     def value(self) -> Array:
         """F(u)."""
-        out = self._out(self._p @ self._v + self._common)
+        y = self._p @ self._v
+        out = self._out(y if self._common is None else y + self._common)
         if self._b_o is not None:
             out = out + self._b_o
         return out + self._u * self._layer.residual if self._layer.residual else out
@@ -101,35 +112,44 @@ class AttentionPass(Generic[Array]):
         out = self._out((self._p * A.s) @ self._v + self._p @ A.v)
         return out + a * self._layer.residual if self._layer.residual else out
 
+    def paths(self, a: Array) -> tuple[Array, Array, Array]:
+        """What the heads' outputs move by in `push`, (t…, b…, h, n, k): through values, queries and keys."""
+        q, k, v = self._projected(a)
+        by_query, by_key = (self._centred_scores(raw) for raw in (q @ self._k.mT, self._q @ k.mT))
+        return self._p @ v, (self._p * by_query) @ self._v, (self._p * by_key) @ self._v
+
     def push2(self, a: Array, b: Array) -> Array:
         """D²F(u)[a, b]."""
+        self._check_higher()
         A, B = self._direction(a), self._direction(b)
-        p_ab = self._centred_product(A.s * B.s + self._bend(A, B))
+        p_ab = centred_product(self._p, A.s * B.s + self._bend(A, B))
         return self._out(p_ab @ self._v + (self._p * A.s) @ B.v + (self._p * B.s) @ A.v)
 
     def push3(self, a: Array, b: Array, c: Array) -> Array:
         """D³F(u)[a, b, c]."""
+        self._check_higher()
         if self._cap is not None:
             raise NotApplicableError("attention has no third derivative with a soft cap")
         A, B, C = (self._direction(direction) for direction in (a, b, c))
         r_ab, r_ac, r_bc = self._log_bend(A, B), self._log_bend(A, C), self._log_bend(B, C)
         ab = A.s * B.s
-        p_abc = self._centred_product((ab + r_ab) * C.s + r_ac * B.s + r_bc * A.s)
+        p_abc = centred_product(self._p, (ab + r_ab) * C.s + r_ac * B.s + r_bc * A.s)
         p_ab, p_ac, p_bc = self._p * (ab + r_ab), self._p * (A.s * C.s + r_ac), self._p * (B.s * C.s + r_bc)
         return self._out(p_abc @ self._v + p_ab @ C.v + p_ac @ B.v + p_bc @ A.v)
 
     def pull(self, c: Array) -> Array:
         """DF(u)ᵀ[c]."""
         m = self._heads(c)
-        s = self._uncapped(self._p * self._centred(m @ self._v.mT))
+        s = self._uncapped(centred_product(self._p, m @ self._v.mT))
         out = self._back(s @ self._k, s.mT @ self._q, self._p.mT @ m)
         return out + c * self._layer.residual if self._layer.residual else out
 
     def pull2(self, c: Array, a: Array) -> Array:
         """D²F(u)[a, ·]ᵀ[c]."""
+        self._check_higher()
         m, A = self._heads(c), self._direction(a)
-        g = self._centred(m @ self._v.mT)
-        s, s_a = self._p * g, self._centred_product(A.s * g + m @ A.v.mT)
+        g = centred(self._p, m @ self._v.mT)
+        s, s_a = self._p * g, centred_product(self._p, A.s * g + m @ A.v.mT)
         if self._cap is not None:
             s, s_a = self._cap.slope * s, self._cap.slope * s_a + self._cap.bend * A.raw * s
         q = s_a @ self._k + s @ A.k
@@ -138,11 +158,34 @@ class AttentionPass(Generic[Array]):
 
     # -- parts
 
+    def _check_higher(self) -> None:
+        """Refuses terms of the scores that the second derivative does not cover."""
+        layer = self._layer
+        if layer.q_norm is not None or layer.k_norm is not None or layer.sinks is not None:
+            raise NotApplicableError(f"higher derivatives of attention do not cover {layer.beyond_dot_products}")
+
+    def _projected(self, a: Array) -> tuple[Array, Array, Array]:
+        """q_a, k_a and v_a."""
+        q, k, v = (split_heads(a @ w, self._layer.h) for w in (self._w_q, self._w_k, self._w_v))
+        return self._placed_q.push(q), self._placed_k.push(k), v
+
     def _direction(self, a: Array) -> _Direction[Array]:
-        h = self._layer.h
-        q, k = self._turn(split_heads(a @ self._w_q, h)), self._turn(split_heads(a @ self._w_k, h))
+        q, k, v = self._projected(a)
         raw = q @ self._k.mT + self._q @ k.mT
-        return _Direction(q, k, split_heads(a @ self._w_v, h), raw, self._centred(self._uncapped(raw)))
+        return _Direction(q, k, v, raw, self._centred_scores(raw))
+
+    def _centred_scores(self, raw: Array) -> Array:
+        """s°_a of the movement s_a before a cap, or of a part of it."""
+        s = self._uncapped(raw)
+        if isinstance(s, Ball) and self._layer.sinks is None:
+            # A constant along the row drops out: that of its likeliest key makes what is left, and its radius, smaller.
+            s = s - s.mid.gather(-1, self._likeliest.expand(*s.shape[:-1], 1))
+        return centred(self._p, s)
+
+    @cached_property
+    def _likeliest(self) -> Tensor:
+        """(b…, h, n, 1) the key that each row attends to most."""
+        return as_ball(self._p).mid.argmax(-1, keepdim=True)
 
     def _uncapped(self, s: Array) -> Array:
         """The derivative of the cap times s; it is its own adjoint."""
@@ -153,23 +196,9 @@ class AttentionPass(Generic[Array]):
         bend = A.q @ B.k.mT + B.q @ A.k.mT
         return bend if self._cap is None else self._cap.slope * bend + self._cap.bend * (A.raw * B.raw)
 
-    def _centred(self, f: Array) -> Array:
-        """f° = f - E_p f along each row."""
-        return f - (self._p * f).sum(-1, keepdim=True)
-
-    def _centred_product(self, f: Array) -> Array:
-        """The product p ∘ f°."""
-        return self._p * self._centred(f)
-
     def _log_bend(self, A: _Direction[Array], B: _Direction[Array]) -> Array:
         """r_ab, the second derivative of log p."""
-        return self._centred(self._bend(A, B)) - (self._p * A.s * B.s).sum(-1, keepdim=True)
-
-    def _turn(self, rows: Array) -> Array:
-        return rows if self._layer.rotary is None else self._layer.rotary.turn(rows)
-
-    def _turn_back(self, rows: Array) -> Array:
-        return rows if self._layer.rotary is None else self._layer.rotary.turn_back(rows)
+        return centred(self._p, self._bend(A, B)) - (self._p * A.s * B.s).sum(-1, keepdim=True)
 
     def _out(self, y: Array) -> Array:
         """Heads' outputs through the output maps."""
@@ -183,6 +212,6 @@ class AttentionPass(Generic[Array]):
 
     def _back(self, q: Array, k: Array, v: Array) -> Array:
         """Adjoints of queries, keys and values as an adjoint of u."""
-        q, k = merge_heads(self._turn_back(q)), merge_heads(self._turn_back(k))
+        q, k = merge_heads(self._placed_q.pull(q)), merge_heads(self._placed_k.pull(k))
         out: Array = q @ self._w_q.mT + k @ self._w_k.mT + merge_heads(v) @ self._w_v.mT
         return out

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from holdfast.attention.rotary import Rotary
 from holdfast.errors import InputError
-from holdfast.linalg.rounding import Array, Ball, lift
+from holdfast.linalg.rounding import Array, Ball, lift, up
 
 Kind = Literal["rms", "layer"]
 
-_SHARP = 2 / math.sqrt(3.0) * (1 + 2**-48)  # not below the exact value, also after one more rounding
+_SHARP = up(2 / math.sqrt(3.0), 2**-48)  # not below the exact value, also after one more rounding
 
 
 @final
@@ -160,6 +160,18 @@ class Placed(Generic[Array]):
             return self._turned_back(d)
         pulled = self._through((d if norm.after_rotation else self._turned_back(d)) * self._weight)
         return self._turned_back(pulled) if norm.after_rotation else pulled
+
+    def push2(self, a: Array, b: Array) -> Array:
+        """The second derivative of `value` along movements a and b of raw."""
+        norm = self._norm
+        if norm is None:
+            return self._turned(a + b) * 0.0
+        first, second = (norm.centred(self._turned(d) if norm.after_rotation else d) / self._sigma for d in (a, b))
+        unit = self._directions
+        along, other = norm.mean(unit * first), norm.mean(unit * second)
+        bent = unit * (along * other * 3.0 - norm.mean(first * second)) - first * other - second * along
+        bent = bent * self._weight
+        return bent if norm.after_rotation else self._turned(bent)
 
     def _through(self, d: Array) -> Array:
         """(Πd - z mean(z d)/σ²)/σ, a symmetric map."""

@@ -26,7 +26,7 @@ from holdfast.attention.moments import ScoreMoments
 from holdfast.attention.rows import Rows
 from holdfast.attention.tangents import HeadTangents
 from holdfast.linalg.operator import AssembledOperator, Enclosure, Gram, ProvableOperator
-from holdfast.linalg.rounding import UNIT, Array, Ball, as_ball, frobenius_upper, gamma
+from holdfast.linalg.rounding import UNIT, Array, Ball, as_ball, frobenius_upper, gamma, up
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class ScoreOperator(ProvableOperator):
         radius = Ball.exact(torch.zeros_like(G[:, 0, 0, 0, 0]))
         for part in (qq, kk, kq, kq):
             radius = radius + frobenius_upper(part.rad) + Ball.exact(frobenius_upper(part.mid)) * gamma(4)
-        return matrix, (radius * (math.sqrt(n) * (1 + 4 * UNIT))).upper
+        return matrix, (radius * up(math.sqrt(n), 4 * UNIT)).upper
 
     def _gram_of_tokens(self) -> tuple[Tensor, Tensor]:
         """M* M: block (i,j) is δ_ij (Σ_k m_ik Ax_k (Ax_k)ᵀ + m_ki a_k a_kᵀ) + m_ij Ax_j a_iᵀ + m_ji a_j (Ax_i)ᵀ."""

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from holdfast.attention.common import centred_product
 from holdfast.attention.jacobian import Folded
 from holdfast.attention.rows import AnyRows, as_rows
 from holdfast.linalg.operator import Gram, MatrixOperator, ProvableOperator, members
@@ -40,17 +41,12 @@ class QueryBlocks(ProvableOperator):
         return cls(f.p, f.value_rows, f.query_rows, residual)
 
     def mv(self, v: Float[Tensor, "*batch i d"]) -> Float[Tensor, "*batch i d_out"]:
-        out = self._values.mix(self._weighted(self._query.dots(v)))
+        out = self._values.mix(centred_product(self._p.mid, self._query.dots(v)))
         return out + self._residual * v if self._residual else out
 
     def rmv(self, u: Float[Tensor, "*batch i d_out"]) -> Float[Tensor, "*batch i d"]:
-        out = self._query.mix(self._weighted(self._values.dots(u)))
+        out = self._query.mix(centred_product(self._p.mid, self._values.dots(u)))
         return out + self._residual * u if self._residual else out
-
-    def _weighted(self, t: Tensor) -> Tensor:
-        """p_lij (t_lij - E_p t_li): a covariance with t, once it is multiplied by rows."""
-        t = self._p.mid * t
-        return t - self._p.mid * t.sum(-1, keepdim=True)
 
     @property
     def doubles(self) -> int:

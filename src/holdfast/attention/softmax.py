@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from holdfast.errors import HoldfastError, InputError
-from holdfast.linalg.rounding import FLOOR, UNIT
+from holdfast.linalg.rounding import FLOOR, UNIT, down, up
 
 UpperMethod = Literal["exact", "g1", "u2"]
 SoftmaxMethod = Literal["exact", "g1", "u2", "lower"]
@@ -260,7 +260,7 @@ class SoftmaxRows:
         p, lam, n = self.p, self._root.unsqueeze(-1), self.p.shape[-1]
         gap = torch.maximum((p - lam).abs(), lam * UNIT)
         slopes = lam + self.total.unsqueeze(-1) * (lam / gap).square() / (p / gap).square().sum(-1, keepdim=True)
-        tied = p >= self._top[0][..., :1] * (1 - 8 * UNIT)
+        tied = p >= down(self._top[0][..., :1], 8 * UNIT)
         count = tied.sum(-1, keepdim=True)
         slopes = torch.where(count > 1, lam + self.total.unsqueeze(-1) * tied / count, slopes)
         return torch.where(lam > 0, slopes, (~tied) * (n / max(n - 1, 1)))
@@ -285,7 +285,7 @@ class SoftmaxRows:
         p1, (missing, excess) = self._top[0][..., 0], self._off()
         least = self.upper(method) / (1 - missing).square()
         stands = torch.maximum(least + missing * p1, excess * p1)
-        return torch.where(literal, stands, least) * (1 + 16 * UNIT)
+        return up(torch.where(literal, stands, least), 16 * UNIT)
 
     def lower_of_all_readings(self, literal: Tensor) -> Tensor:
         """(…) not above the norm of any of them; the largest eigenvalues are at least S p_2, p_2/S and p_2."""

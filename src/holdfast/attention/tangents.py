@@ -1,8 +1,8 @@
 """How the outputs of all heads move with their queries, keys and values: the first derivative, in float, fast.
 
-`derivatives.py` has the higher derivatives and balls, `paths.py` the parts of the first one; both write out whole
-matrices of scores. Products with a Jacobian are taken thousands of times, so here masked keys are skipped in blocks and
-nothing is kept that a product does not need.
+`derivatives.py` has the same derivative for balls, its parts and the higher ones, with whole matrices of scores for
+each direction. Products with a Jacobian are taken thousands of times, so here it is written once more: masked keys are
+skipped in blocks, maps may be joined with scores, and nothing is kept that a product does not need.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from holdfast.errors import HoldfastError, InputError, NotApplicableError, Sound
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic, Numerical, Proved
 from holdfast.linalg.certified import GIB
+from holdfast.linalg.rounding import down
 from holdfast.method import Method
 from holdfast.radii import GivenRadii, as_numbers, check_radii
 from holdfast.registry import Registry
@@ -28,6 +29,31 @@ NUMERICAL_SLACK = 1e-4
 
 ScoreTerm = Literal["rotary", "bias", "cap", "sinks", "norms"]
 EVERY_TERM: tuple[ScoreTerm, ...] = get_args(ScoreTerm)
+
+#: What attention in a network needs a bound for: to be the smallest at a few radii; to answer at any radius without the
+#: norm of a map on all tokens, and alike for both guarantees; or to cost little next to radius 0.
+Need = Literal["smallest", "quick", "near"]
+
+_BEYOND_PROOF: dict[ScoreTerm, str] = {
+    "rotary": "the layer has rotary positions, and the proof does not cover them",
+    "bias": "the layer adds a bias to its scores, and the proof does not cover it",
+    "cap": "the layer caps its scores, and the proof, which drops what shifts a whole row, does not cover it",
+    "sinks": "the layer has sinks, and the proof, which needs rows that sum to 1, does not cover them",
+    "norms": "the layer normalises queries or keys, and the proof, which needs linear ones, does not cover it",
+}
+
+
+def score_terms_of(layer: AttentionLayer) -> list[ScoreTerm]:
+    """The terms of a layer's scores beyond QKᵀ."""
+    normalised = not (layer.q_norm is None and layer.k_norm is None)
+    present: dict[ScoreTerm, bool] = {
+        "rotary": layer.rotary is not None,
+        "bias": layer.score_bias is not None,
+        "cap": layer.soft_cap is not None,
+        "sinks": layer.sinks is not None,
+        "norms": normalised,
+    }
+    return [term for term, there in present.items() if there]
 
 
 @dataclass(frozen=True)
@@ -50,17 +76,7 @@ class LayerMethod(Method):
     @final
     def refuse_score_terms(self, layer: AttentionLayer) -> str | None:
         """Names a term of the scores, beyond QKᵀ, for which the bound has no proof."""
-        if layer.rotary is not None and "rotary" not in self.score_terms:
-            return "the layer has rotary positions, and the proof does not cover them"
-        if layer.score_bias is not None and "bias" not in self.score_terms:
-            return "the layer adds a bias to its scores, and the proof does not cover it"
-        if layer.soft_cap is not None and "cap" not in self.score_terms:
-            return "the layer caps its scores, and the proof, which drops what shifts a whole row, does not cover it"
-        if layer.sinks is not None and "sinks" not in self.score_terms:
-            return "the layer has sinks, and the proof, which needs rows that sum to 1, does not cover them"
-        if not (layer.q_norm is None and layer.k_norm is None) and "norms" not in self.score_terms:
-            return "the layer normalises queries or keys, and the proof, which needs linear ones, does not cover it"
-        return None
+        return next((_BEYOND_PROOF[term] for term in score_terms_of(layer) if term not in self.score_terms), None)
 
     @classmethod
     @final
@@ -78,28 +94,19 @@ class LayerMethod(Method):
         if refusal is not None:
             raise NotApplicableError(f"bound {self.name!r} does not apply: {refusal}")
 
+    @final
+    def withhold_below(self, attained: Tensor, value: Tensor, guarantee: Guarantee) -> None:
+        """Withholds values below what is attained."""
+        slack = NUMERICAL_SLACK if guarantee == "numerical" else 0.0
+        if bool((attained > value * (1 + slack)).any()):
+            raise SoundnessError(
+                f"bound {self.name!r} returned a value below one that is attained; the value is withheld; "
+                "please report the layer and the input"
+            )
 
-class Bound(LayerMethod):
-    """An upper bound of ‖F(X') - F(X)‖_F over ‖X' - X‖_F <= eps.
 
-    A method states its metadata and writes `_evaluate`.
-
-    Attributes:
-        in_best: whether `best` includes it; not if it is meant for layers where the other bounds are too expensive.
-        in_networks: whether attention in a network uses it too: it takes separate radii for each input, and no other
-            bound that does is always smaller.
-    """
-
-    scope: ClassVar[Scope] = "ball at x"
-    in_best: ClassVar[bool] = True
-    in_networks: ClassVar[bool] = False
-
-    @abstractmethod
-    def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
-        """The formula, in the arithmetic `a`: x is float64 (…, n, d), eps holds the radii (e).
-
-        Inside a network each input has radii of its own, (…, e).
-        """
+class MethodAtPoint(LayerMethod):
+    """What every bound at a point of a layer says about itself: for which layers it has a proof."""
 
     @abstractmethod
     def _refusal(self, layer: AttentionLayer) -> str | None:
@@ -109,6 +116,37 @@ class Bound(LayerMethod):
     def refusal(self, layer: AttentionLayer) -> str | None:
         """Why the bound does not apply to the layer, or None where it does."""
         return self.refuse_score_terms(layer) or self._refusal(layer)
+
+
+class Bound(MethodAtPoint):
+    """An upper bound of ‖F(X') - F(X)‖_F over ‖X' - X‖_F <= eps.
+
+    A method states its metadata and writes `_evaluate`.
+
+    Attributes:
+        in_best: whether `best` asks it; not if it is for layers that the other bounds are too expensive for.
+        in_networks: what attention in a network asks it for: it takes radii of each input, and no other one that is
+            asked for the same is always smaller.
+        in_networks_with: a term of the scores without which it is not asked there.
+        stands_in: whether it is asked where another bound has no proof: it has one for every layer.
+    """
+
+    scope: ClassVar[Scope] = "ball at x"
+    in_best: ClassVar[bool] = True
+    in_networks: ClassVar[tuple[Need, ...]] = ()
+    in_networks_with: ClassVar[ScoreTerm | None] = None
+    stands_in: ClassVar[bool] = False
+
+    @abstractmethod
+    def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
+        """The formula, in the arithmetic `a`: x is float64 (…, n, d), eps holds the radii (e).
+
+        Inside a network each input has radii of its own, (…, e).
+        """
+
+    def held_numbers(self, layer: AttentionLayer, tokens: int) -> int:
+        """About how many numbers its largest tensor has for one input, beside what the layer itself holds."""
+        return 0
 
     @final
     def __call__(
@@ -169,16 +207,11 @@ class Bound(LayerMethod):
         start = torch.randn(x.shape[-2:], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         direction = jacobian.rmv(jacobian.mv(start.to(x).expand_as(x)))
         length = torch.linalg.vector_norm(direction, dim=(-2, -1), keepdim=True)
-        radius = x.new_tensor(radii).reshape(-1, *(1 for _ in x.shape)) * (1 - 1e-9)
+        radius = down(x.new_tensor(radii).reshape(-1, *(1 for _ in x.shape)), 1e-9)
         moved = x + radius * direction / torch.where(length > 0, length, torch.inf)
         inside = distance(x, moved).upper <= x.new_tensor(radii).reshape(-1, *(1 for _ in x.shape[:-2]))
         attained = torch.where(inside, movement(layer, x, moved).lower, 0.0).movedim(0, -1)
-        slack = NUMERICAL_SLACK if guarantee == "numerical" else 0.0
-        if bool((attained > value * (1 + slack)).any()):
-            raise SoundnessError(
-                f"bound {self.name!r} returned a value below one that is attained; the value is withheld; "
-                "please report the layer and the input"
-            )
+        self.withhold_below(attained, value, guarantee)
 
 
 bounds: Registry[Bound] = Registry("method", group="holdfast.bounds")

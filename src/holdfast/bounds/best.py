@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import ClassVar, final
+from typing import ClassVar, final, get_args
 
 import torch
 from torch import Tensor
 
 from holdfast.attention import AttentionLayer
-from holdfast.bounds.base import EVERY_TERM, Bound, Evaluation, bounds, register_bound
+from holdfast.bounds.base import EVERY_TERM, Bound, Evaluation, Need, bounds, register_bound, score_terms_of
 from holdfast.bounds.lipschitz import BallBound, PointBound, ball_bounds, point_bounds, register_lipschitz_bound
-from holdfast.errors import MemoryLimitError, NotApplicableError
+from holdfast.errors import InputError, MemoryLimitError, NotApplicableError
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
 
@@ -64,6 +64,27 @@ class Best(Bound):
         return smallest_of(others, a, layer, x, eps)
 
 
+def for_networks(layer: AttentionLayer, need: Need) -> list[Bound]:
+    """The bounds that attention in a network asks: those for the need, or, where none applies, the smallest ones."""
+    if need not in get_args(Need):
+        raise InputError(f"need is {need!r}; expected one of {get_args(Need)}")
+    return _offered(layer, need) or _offered(layer, "smallest")
+
+
+def refusal_in_networks(layer: AttentionLayer, need: Need) -> str | None:
+    """Why no bound for the need applies to the layer, or None where one does."""
+    if _offered(layer, need):
+        return None
+    reasons = {bound.name: bound.refusal(layer) for bound in bounds.values() if need in bound.in_networks}
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+
+
+def _offered(layer: AttentionLayer, need: Need) -> list[Bound]:
+    terms = (None, *score_terms_of(layer))
+    asked = (bound for bound in bounds.values() if need in bound.in_networks and bound.in_networks_with in terms)
+    return [bound for bound in asked if bound.refusal(layer) is None]
+
+
 def smallest_of(
     methods: Iterable[Bound], a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array
 ) -> Evaluation[Array]:
@@ -99,7 +120,7 @@ class BestOnBall(BallBound):
     """The minimum of the other bounds on a ball around 0; `terms` holds each one's value."""
 
     name = "best"
-    score_terms = ("rotary", "bias")
+    score_terms = ("rotary",)
     cost = "that of all bounds on a ball around 0 together"
     reference: ClassVar[str] = "holdfast"
 

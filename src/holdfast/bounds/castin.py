@@ -23,7 +23,7 @@ from holdfast.bounds.lipschitz import BallBound, PointBound, register_lipschitz_
 from holdfast.bounds.score_map import score_map
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
-from holdfast.linalg.rounding import as_ball, frobenius
+from holdfast.linalg.rounding import as_ball, frobenius, up
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _turned_heads(
 ) -> Heads[Array]:
     """The same with rotary positions: queries and keys are at most ρ(‖W‖R + |b|) long (docs/math/rotary.md)."""
     assert layer.rotary is not None
-    size = abs(layer.scale) * layer.rotary.norm**2 * (1 + 2**-48)
+    size = up(abs(layer.scale) * layer.rotary.norm**2, 2**-48)
     query, key = a.matrix_norm(w.w_q).unsqueeze(-1), a.matrix_norm(w.w_k).unsqueeze(-1)
     longest, extra = query * radius, key * 0.0
     if w.b_q is not None:

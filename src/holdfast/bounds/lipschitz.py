@@ -18,8 +18,8 @@ from torch import Tensor
 
 from holdfast.attention import AttentionJacobian, AttentionLayer, checks
 from holdfast.attention.paths import paths
-from holdfast.bounds.base import NUMERICAL_SLACK, Evaluation, LayerMethod
-from holdfast.errors import HoldfastError, InputError, SoundnessError
+from holdfast.bounds.base import Evaluation, LayerMethod, MethodAtPoint
+from holdfast.errors import HoldfastError, InputError
 from holdfast.linalg import Array, Ball
 from holdfast.linalg.arithmetic import Arithmetic, Numerical, Proved
 from holdfast.linalg.certified import GIB
@@ -41,18 +41,13 @@ class LipschitzBound(LayerMethod):
         """Wraps a value; withholds one that is not finite, or below what is attained."""
         if not bool(torch.isfinite(evaluation.value).all()):
             raise HoldfastError(f"bound {self.name!r} overflowed float64; use smaller weights, inputs or radii")
-        slack = NUMERICAL_SLACK if guarantee == "numerical" else 0.0
-        if bool((attained > evaluation.value * (1 + slack)).any()):
-            raise SoundnessError(
-                f"bound {self.name!r} returned a value below one that is attained; the value is withheld; "
-                "please report the layer and the input"
-            )
+        self.withhold_below(attained, evaluation.value, guarantee)
         return LipschitzResult(
             evaluation.value, self.name, self.side, self.scope, guarantee, evaluation.terms, evaluation.notes
         )
 
 
-class PointBound(LipschitzBound):
+class PointBound(MethodAtPoint, LipschitzBound):
     """An upper bound of ‖DF(x)‖, the norm of the Jacobian at x and nowhere else.
 
     A method states its metadata and writes `_evaluate` and `_refusal`.
@@ -63,15 +58,6 @@ class PointBound(LipschitzBound):
     @abstractmethod
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> Evaluation[Array]:
         """The formula, in the arithmetic `a`: x is float64 (b…, n, d), the value (b…)."""
-
-    @abstractmethod
-    def _refusal(self, layer: AttentionLayer) -> str | None:
-        """Why the bound has no proof for this layer, or None."""
-
-    @final
-    def refusal(self, layer: AttentionLayer) -> str | None:
-        """Why the bound does not apply to the layer, or None where it does."""
-        return self.refuse_score_terms(layer) or self._refusal(layer)
 
     @final
     def __call__(

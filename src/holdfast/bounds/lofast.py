@@ -146,7 +146,7 @@ class LofastXi(_LofastBound):
     """Theorem 1, second form, which is equation (23): ζ(X) and ξ_l(X)."""
 
     name = "lofast-xi"
-    in_networks = True
+    in_networks = ("smallest",)
     cost = "one norm of size nd x nd; norms of n x d matrices"
 
     def _linear_gain(
@@ -164,7 +164,7 @@ class Lofast(_LofastBound):
     """Theorem 1, first form: ζ(X) and ‖M_l(X)‖."""
 
     name = "lofast"
-    in_networks = True
+    in_networks = ("smallest",)
     score_terms = ("rotary", "bias", "cap", "sinks")
     cost = "one norm of size nd x nd, and one of size n² x nd for every head"
 

@@ -11,8 +11,7 @@ from holdfast.attention.layer import Weights
 from holdfast.bounds import rows
 from holdfast.bounds.rows import AtPoint
 from holdfast.linalg import Ball
-from holdfast.linalg.curves import outward as up
-from holdfast.linalg.rounding import frobenius, frobenius_upper, gamma
+from holdfast.linalg.rounding import frobenius, frobenius_upper, gamma, outward, up
 
 _ABOVE, _MUCH = 1.02, 1.26  # times ‖P‖² ‖W^V‖² and ‖W^V‖²: between them μ follows the price of content
 _AT_ONCE = {
@@ -40,7 +39,7 @@ def quadratic_form(
     """
     w = layer.weights(key)
     n = here.P.shape[-1]
-    c2 = up(here.maps.value.norm[0].square())
+    c2 = outward(here.maps.value.norm[0].square())
     norm2 = here.norms.amax(-1).square()
     price = rows.gain(here.terms(norm2.new_zeros(1))).squeeze(-1) / here.fixed - 1
     theta = 1 / (norm2 * (1 + price / 2)).clamp(max=_MUCH).maximum(norm2 * _ABOVE)  # any below 1/‖P‖² serves
@@ -50,7 +49,7 @@ def quadratic_form(
     S = (S + S.mT) / 2
     miss = frobenius(-(A @ Ball.exact(S)) + eye).upper
     told = (miss < 0.5) & (c2 > 1e-200)  # below, products of weights underflow
-    off = torch.where(told, frobenius_upper(S) * miss / (1 - miss) * (1 + 1e-9), torch.inf)
+    off = torch.where(told, up(frobenius_upper(S) * miss / (1 - miss), 1e-9), torch.inf)
     identity = eye.expand(len(head), n, n)
     vectors = _vectors(layer, w, query, key, head, row, j, m)  # (B, N, d), with the tokens (B, N, n) where they stand
     gram = here.p.new_zeros(*head.shape, head.shape[-1])
@@ -70,10 +69,10 @@ def quadratic_form(
         largest, unknown = (identity.new_full((len(head),), fill) for fill in (1.0, 0.0))
         if v >= 0:
             largest, unknown = S[:, v].abs().amax((-2, -1)) / c2, off[:, v] / c2
-        size.append(up(largest + unknown))
-        rounding.append(up(largest * gamma(max(layer.d, layer.k) + 12 * layer.h + 4 * n + 64) + unknown))
+        size.append(outward(largest + unknown))
+        rounding.append(outward(largest * gamma(max(layer.d, layer.k) + 12 * layer.h + 4 * n + 64) + unknown))
     stacked = (torch.stack(numbers, 1) for numbers in (lengths, radii, rounding, size))
-    return up(c2 / theta), gram.tril() + gram.tril(-1).mT, *stacked
+    return outward(c2 / theta), gram.tril() + gram.tril(-1).mT, *stacked
 
 
 def _add_products(gram: Tensor, turned: Tensor, tokens: Tensor, z: Tensor, y: Tensor) -> None:
@@ -121,4 +120,4 @@ def _reach(tokens: Tensor) -> float:
 
 def row_norms(z: Tensor) -> Tensor:
     """Lengths over the last dimension, from above."""
-    return up(torch.linalg.vector_norm(z, dim=-1), z.shape[-1])
+    return outward(torch.linalg.vector_norm(z, dim=-1), z.shape[-1])

@@ -25,12 +25,12 @@ from holdfast.bounds.rows import AtPoint, at_point, over_heads, projections
 from holdfast.linalg import Array, Ball
 from holdfast.linalg.arithmetic import Arithmetic
 from holdfast.linalg.certified import gram_upper
-from holdfast.linalg.curves import outward as up
-from holdfast.linalg.rounding import UNIT, as_ball, frobenius_upper, gamma
+from holdfast.linalg.curves import Grid
+from holdfast.linalg.rounding import UNIT, as_ball, frobenius_upper, gamma, outward, up
 from holdfast.linalg.squarings import gram_norm
 
 _PAIRS, _MOST = 3, 1536  # for a row, in the mean, and for all of them
-_RATIO, _LEAST = 1.02, -2000  # of two radii at which the largest eigenvalue is proved, and the smallest of them
+_RATIO = 1.02  # of two radii at which the largest eigenvalue is proved
 _NONE = -(2**31)  # no level
 _MATRICES = {"cuda": 2**32}  # numbers of the matrices of pairs whose eigenvalues are proved together
 _LARGEST = 2**24  # numbers of one input that are held at once; `rows` serves beyond
@@ -50,9 +50,13 @@ class Pairs(Bound):
     cost = "that of `rows`, and for some radii an eigenvalue of size 3hn"
     reference: ClassVar[str] = "holdfast"
     in_best = False
+    in_networks = ("quick",)
 
     def _refusal(self, layer: AttentionLayer) -> str | None:
         return None
+
+    def held_numbers(self, layer: AttentionLayer, tokens: int) -> int:
+        return number_of_pairs(layer.h, tokens) ** 2
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         radii = a.number(eps)
@@ -63,7 +67,7 @@ class Pairs(Bound):
             here = a.once("rows", lambda: at_point(a, layer, x))
             pairs = a.once("pairs", lambda: _chosen(a, layer, x.reshape(-1, *x.shape[-2:]), here.flat()))
             gain = torch.where(costly, gain.minimum(pairs.gain(radii.expand_as(gain))), gain)
-        return Evaluation(a.lift(up(gain * radii)), {"gain": a.lift(gain)})
+        return Evaluation(a.lift(outward(gain * radii)), {"gain": a.lift(gain)})
 
 
 @final
@@ -117,7 +121,7 @@ class _ChosenPairs:
         base: (B, h, n, n) these weights.
         drawn: (B, h, n, n) value_top_li w_lij, (j, i).
         drawn_top: (B, h, n) λ_max(Σ_i drawn_lji q_li q_liᵀ).
-        unit: (B) ‖X‖_F; √λ_max is proved at the radii unit · _RATIO^level, whatever was asked before.
+        grid: the radii at which √λ_max is proved, whatever was asked before.
     """
 
     here: AtPoint
@@ -139,7 +143,7 @@ class _ChosenPairs:
     base: Float64[Tensor, "B h n n"]
     drawn: Float64[Tensor, "B h n n"]
     drawn_top: Float64[Tensor, "B h n"]
-    unit: Float64[Tensor, " B"]
+    grid: Grid
 
     @cached_property
     def _proved(self) -> _Levels:
@@ -156,25 +160,25 @@ class _ChosenPairs:
         near = r[..., None, None]
         damping = weights.amax(-1).sqrt()
         value, key = (
-            grown(top, self.base, weights, far).minimum(up((weights * far).sum(-1), far.shape[-1])).sqrt()
+            grown(top, self.base, weights, far).minimum(outward((weights * far).sum(-1), far.shape[-1])).sqrt()
             for top, far in ((self.value_top, self.here.value_far), (self.key_top, self.here.key_far))
         )
-        omega = up(value + damping * near * maps.value.sizes.unsqueeze(-1))
-        drawn = up(omega.square().unsqueeze(-1) * weights).mT
+        omega = outward(value + damping * near * maps.value.sizes.unsqueeze(-1))
+        drawn = outward(omega.square().unsqueeze(-1) * weights).mT
         keys = grown(self.drawn_top, self.drawn, drawn, self.here.query_length).sqrt()
-        queries = up(omega * (key + damping * near * maps.key.sizes.unsqueeze(-1)))
+        queries = outward(omega * (key + damping * near * maps.key.sizes.unsqueeze(-1)))
         weight, bent = self._weights(r, q, u)
         bilinear = over_heads(bent * maps.query.sizes, out, maps.key)
         bilinear = bilinear.minimum(over_heads(bent * maps.key.sizes, out, maps.query))
-        joined = up(out.norm[0] * up(self.mu + self._largest(r, weight).square()).sqrt())
+        joined = outward(out.norm[0] * outward(self.mu + self._largest(r, weight).square()).sqrt())
         rest = over_heads(queries.amax(-1), out, maps.query) + over_heads(keys.amax(-1), out, maps.key)
-        whole = up(self.here.residual + joined + rest + bilinear * r).mT
+        whole = outward(self.here.residual + joined + rest + bilinear * r).mT
         return whole.masked_fill(whole.isnan(), math.inf).reshape(radii.shape)
 
     def _probabilities(self, r: Float64[Tensor, "e B"]) -> tuple[Tensor, Tensor]:
         """(e, B, h, n, n) the mean and the largest of every probability between the scores, from above."""
         here, at = self.here, r[..., None, None, None]
-        largest = up((here.log_p + up((here.slope + here.bend * at) * at)).clamp(max=0.0).exp())
+        largest = outward((here.log_p + outward((here.slope + here.bend * at) * at)).clamp(max=0.0).exp())
         return here.probabilities(at), largest.clamp(max=1.0).nan_to_num(nan=1.0)
 
     def _weights(self, r: Float64[Tensor, "e B"], q: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,32 +189,31 @@ class _ChosenPairs:
         one, other, most, least = (
             t[:, every, self.head, self.row, at] for t in (q, u) for at in (self.first, self.second)
         )
-        pi = torch.minimum(up(one * least), up(other * most)).minimum(_halved(one)).minimum(_halved(other))
+        pi = torch.minimum(outward(one * least), outward(other * most)).minimum(_halved(one)).minimum(_halved(other))
         squares = torch.zeros_like(moved).flatten(2)
         squares = squares.scatter_add(
-            2, (self.head * moved.shape[-1] + self.row).expand_as(pi), up(pi * self.apart.square())
+            2, (self.head * moved.shape[-1] + self.row).expand_as(pi), outward(pi * self.apart.square())
         )
-        omega = up(up(squares.reshape(moved.shape), 2 * moved.shape[-1]).sqrt() + moved)
-        return up(pi.sqrt() * omega[:, every, self.head, self.row]), up((omega * spread).amax(-1))
+        omega = outward(outward(squares.reshape(moved.shape), 2 * moved.shape[-1]).sqrt() + moved)
+        return outward(pi.sqrt() * omega[:, every, self.head, self.row]), outward((omega * spread).amax(-1))
 
     def _largest(self, r: Float64[Tensor, "e B"], weight: Float64[Tensor, "e B N"]) -> Float64[Tensor, "e B"]:
         """√λ_max(diag(w) G diag(w)); it is proved at a few radii, and what is proved at a larger one is scaled down."""
-        level = (torch.log((r / self.unit).clamp(_RATIO**_LEAST, 1e200)) / math.log(_RATIO)).ceil().long()
-        level = torch.where(self.unit * _RATIO ** level.double() < r, level + 1, level)
+        level = self.grid.level(r.mT).mT
         known = self._proved.at(level)
         if not bool((known >= 0).all()):
             self._prove(level, known < 0)
             known = self._proved.at(level)
         every = torch.arange(level.shape[-1], device=level.device)
-        # Any factor serves for which weight <= factor · above.
-        factor = up((weight / self._proved.above[known, every]).amax(-1))
-        return up(factor * self._proved.largest[known, every])
+        # Any level and factor serve for which weight <= factor · above.
+        factor = outward((weight / self._proved.above[known, every]).amax(-1))
+        return outward(factor * self._proved.largest[known, every])
 
     def _prove(self, level: Int64[Tensor, "e B"], new: Bool[Tensor, "e B"]) -> None:
         """Proves √λ_max at the levels of all inputs that are new, together."""
         asked = new.any(-1)
         level, new = level[asked], new[asked]
-        radius = self.unit * _RATIO ** level.double()
+        radius = self.grid.radius(level.mT).mT
         above = self._weights(radius, *self._probabilities(radius))[0].clamp(min=1e-100)
         largest = torch.full_like(radius, math.inf)
         step = max(1, _MATRICES.get(above.device.type, 2**25) // above.shape[-1] ** 2)
@@ -226,12 +229,12 @@ class _ChosenPairs:
         size, rounding = self.size[which], self.rounding[which]
         error = (rounding * long + size * (2 * (long * short).sqrt() + short)).sum(-1)
         matrix = weight.unsqueeze(-1) * self.gram[which] * w
-        return gram_upper(matrix, up(error * (1 + 1e-9) + 4 * UNIT * frobenius_upper(matrix)), tolerance=1e-6)
+        return gram_upper(matrix, outward(up(error, 1e-9) + 4 * UNIT * frobenius_upper(matrix)), tolerance=1e-6)
 
 
 def _halved(q: Tensor) -> Tensor:
     """The largest ∫ p_t (1 - p_t) dt, where ∫ p_t dt <= q: t(1 - t) is concave."""
-    return up(torch.where(q < 0.5, q * (1 - q) * (1 + 4 * UNIT), 0.25))
+    return outward(torch.where(q < 0.5, up(q * (1 - q), 4 * UNIT), 0.25))
 
 
 def _others(q: Float64[Tensor, "e B h n n"], u: Tensor, top: Tensor, taken: Tensor) -> Float64[Tensor, "e B h n n"]:
@@ -241,12 +244,12 @@ def _others(q: Float64[Tensor, "e B h n n"], u: Tensor, top: Tensor, taken: Tens
     """
     both = top.expand(*q.shape[:-1], 2)
     among = q.gather(-1, both)
-    outside = up(q.scatter(-1, both, 0.0).sum(-1, keepdim=True), q.shape[-1])
+    outside = outward(q.scatter(-1, both, 0.0).sum(-1, keepdim=True), q.shape[-1])
     left = outside + (among.unsqueeze(-1) * ~taken).sum(-2)  # for a key that is not in `top`
     own = torch.zeros_like(taken).scatter(-1, top.unsqueeze(-1), True)
     left_top = (q.unsqueeze(-2) * ~(taken | own)).sum(-1)
-    left = up(left.scatter(-1, both, left_top), q.shape[-1])
-    return up(2 * torch.minimum(up(u * left), _halved(q)))
+    left = outward(left.scatter(-1, both, left_top), q.shape[-1])
+    return outward(2 * torch.minimum(outward(u * left), _halved(q)))
 
 
 def _chosen(a: Arithmetic[Array], layer: AttentionLayer, x: Float64[Tensor, "B n d"], here: AtPoint) -> _ChosenPairs:
@@ -261,8 +264,9 @@ def _chosen(a: Arithmetic[Array], layer: AttentionLayer, x: Float64[Tensor, "B n
     taken = taken.scatter(-1, top.flip(-1).unsqueeze(-1), both.expand(*top.shape, 1))
     base = _others(here.p.unsqueeze(0), here.p.unsqueeze(0), top, taken)[0]
     value_top, key_top = (_moments(base, here.p, z) for z in (value, key))
-    drawn = up(value_top.unsqueeze(-1) * base).mT
-    length = torch.linalg.vector_norm(x, dim=(-2, -1))  # any numbers serve
+    drawn = outward(value_top.unsqueeze(-1) * base).mT
+    length = torch.linalg.vector_norm(x, dim=(-2, -1))
+    unit = torch.where(length > 1e-100, length, 1.0)  # any numbers serve
     mu, gram, lengths, radii, rounding, size = quadratic_form(layer, here, query, key, head, row, j, m)
     return _ChosenPairs(
         here=here,
@@ -284,7 +288,7 @@ def _chosen(a: Arithmetic[Array], layer: AttentionLayer, x: Float64[Tensor, "B n
         base=base,
         drawn=drawn,
         drawn_top=moment_norms(drawn, query),
-        unit=torch.where(length > 1e-100, length, 1.0),
+        grid=Grid(lambda: unit, torch.full_like(unit, math.inf), _RATIO),
     )
 
 
@@ -318,8 +322,8 @@ def _moments(weights: Float64[Tensor, "B h n n"], p: Tensor, z: Ball) -> Float64
     far, wide = (t.amax(-1, keepdim=True) for t in (row_norms(z.mid), row_norms(z.rad)))
     E = W * (2 * wide + gamma(z.shape[-2] + 16) * far).square()
     error = (gamma(z.shape[-2] + 16) * T + 2 * (T * E).sqrt() + E) * 1.01
-    return up(gram_norm(rows.mT @ rows, error, 5, 0.01).square())
+    return outward(gram_norm(rows.mT @ rows, error, 5, 0.01).square())
 
 
 def _length(z: Ball) -> Tensor:
-    return up(row_norms(z.mid) + row_norms(z.rad))
+    return outward(row_norms(z.mid) + row_norms(z.rad))

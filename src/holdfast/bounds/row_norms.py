@@ -10,8 +10,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from holdfast.linalg import Array
-from holdfast.linalg.curves import outward as up
-from holdfast.linalg.rounding import FLOOR, UNIT, as_ball, gamma
+from holdfast.linalg.rounding import FLOOR, UNIT, as_ball, gamma, outward, up
 from holdfast.linalg.squarings import gram_norm
 
 _SQUARINGS, _TOLERANCE = 5, 0.01  # of the norms of small matrices; five leave 3 % where 48 eigenvalues are equal
@@ -56,7 +55,7 @@ def moment_norms(weights: Float64[Tensor, "*b n m"], z: Array, off: Tensor | Non
             moments -= mean.unsqueeze(-1) * mean.unsqueeze(-2)
         at = error.flatten(0, -2)[start : start + step]
         norms.append(gram_norm(moments, at, _SQUARINGS, _TOLERANCE))
-    return up(torch.cat(norms).square()).reshape(*batch, n)
+    return outward(torch.cat(norms).square()).reshape(*batch, n)
 
 
 def norm_of_probabilities(P: Float64[Tensor, "*b n n"]) -> Float64[Tensor, "*b"]:
@@ -70,7 +69,7 @@ def norm_of_probabilities(P: Float64[Tensor, "*b n n"]) -> Float64[Tensor, "*b"]
         grown = P.mT @ (P @ w)
         best = torch.minimum(best, (grown / w).amax((-2, -1)))
         w = (grown / grown.amax((-2, -1), keepdim=True)).clamp(min=1e-12)
-    bound = up(best, 2 * P.shape[-1]).sqrt() * (1 + 2 * UNIT)
+    bound = up(outward(best, 2 * P.shape[-1]).sqrt(), 2 * UNIT)
     if P.shape[-1] > _FEW:
         return bound
     # Rows on a grid that hardly see each other make the iteration slow; squarings of PᵀP do not mind.
@@ -107,7 +106,7 @@ def norm_of_paths(
         grown = c2 * (P @ ((P.mT @ w) * weight)) + diagonal * w
         best = torch.minimum(best, (grown / w).amax(-2))
         w = (grown / grown.amax(-2, keepdim=True).clamp(min=_TINY)).clamp(min=1e-12)
-    bound = up(best.amax(-2), 4 * P.shape[-1]).sqrt().movedim(-1, 0) * (1 + 2 * UNIT)
+    bound = up(outward(best.amax(-2), 4 * P.shape[-1]).sqrt().movedim(-1, 0), 2 * UNIT)
     return bound.masked_fill(bound.isnan(), torch.inf)  # beyond the range of float64
 
 
@@ -120,10 +119,10 @@ def cover(q: Float64[Tensor, "*b n"]) -> Float64[Tensor, "*b n"]:
     It is q, or where one key has more than R, the sum of the others: 2 q_1 R/(q_1 + R) there, q_j 2 q_1/(q_1 + R) else.
     """
     first, index = q.max(-1, keepdim=True)
-    rest = (up(q.sum(-1, keepdim=True), q.shape[-1]) - first).clamp(0.0, 1.0)
+    rest = (outward(q.sum(-1, keepdim=True), q.shape[-1]) - first).clamp(0.0, 1.0)
     t = ((first - rest) / (first + rest)).clamp(min=0.0)  # any number from 0 on serves
     own = first / (first / (rest * (1 / t + 1)) + 1)
-    return up((q * (1 + t)).scatter(-1, index, own))
+    return outward((q * (1 + t)).scatter(-1, index, own))
 
 
 def grown(top: Tensor, base: Tensor, weights: Tensor, size: Tensor) -> Tensor:
@@ -131,7 +130,7 @@ def grown(top: Tensor, base: Tensor, weights: Tensor, size: Tensor) -> Tensor:
 
     w <= ρ base + (w - ρ base)_+ for every ρ, so ρ top + Σ_j (w_j - ρ base_j)_+ size_j is one; the best of a few ρ.
     """
-    weights = weights * (1 + 2.0**-44)  # pays for the difference
+    weights = up(weights, 2.0**-44)  # pays for the difference
     part = base * size
     whole = part.sum(-1)
     mean = (weights * size).sum(-1) / whole
@@ -141,4 +140,4 @@ def grown(top: Tensor, base: Tensor, weights: Tensor, size: Tensor) -> Tensor:
         rho = rho.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         beyond = torch.addcmul(weights, base, rho.unsqueeze(-1), value=-1.0).clamp_(min=0.0).mul_(size).sum(-1)
         best = torch.minimum(best, rho * top + beyond)
-    return up(best, size.shape[-1])
+    return outward(best, size.shape[-1])

@@ -31,8 +31,7 @@ from holdfast.bounds.row_norms import (
 from holdfast.bounds.score_map import distances_from_means, log_growth, turned_growth
 from holdfast.linalg import Array, Ball
 from holdfast.linalg.arithmetic import Arithmetic
-from holdfast.linalg.curves import outward as up
-from holdfast.linalg.rounding import as_ball
+from holdfast.linalg.rounding import as_ball, outward, up
 
 _LEAST_LOG, _LEAST_GROWTH = -650.0, 2.0**-44  # exp of the one, times the other, is a normal number
 _IDLE = 2.0**-20  # of the gain: where scores cost less, traces do in place of norms
@@ -52,7 +51,7 @@ class RowsBound(Bound):
     """
 
     name = "rows"
-    in_networks = True
+    in_networks = ("smallest", "near")
     score_terms = ("rotary", "bias", "sinks")
     cost = "3hn norms of size k x k, and O(hn²) for every eps"
     reference: ClassVar[str] = "holdfast"
@@ -62,7 +61,7 @@ class RowsBound(Bound):
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         terms = terms_of(a, layer, x, a.number(eps))
-        value = up(gain(terms) * a.number(eps))
+        value = outward(gain(terms) * a.number(eps))
         return Evaluation(a.lift(value), {name: a.lift(term) for name, term in terms.items()})
 
 
@@ -114,7 +113,7 @@ class _Maps(Generic[Array]):
 def _maps(a: Arithmetic[Array], w: Weights[Array], scale: float, rotary: Rotary | None) -> _Maps[Array]:
     w_q, w_k, rho = w.w_q * scale, w.w_k, 1.0 if rotary is None else rotary.norm
     query, key = _joined(a, w_q * rho), _joined(a, w_k * rho)
-    scores = a.matrix_norm(a.product(w_q, w_k)) if rotary is None else a.lift(up(query.sizes * key.sizes))
+    scores = a.matrix_norm(a.product(w_q, w_k)) if rotary is None else a.lift(outward(query.sizes * key.sizes))
     return _Maps(
         query=query,
         key=key,
@@ -137,12 +136,12 @@ def _joined(a: Arithmetic[Array], maps: Array) -> _Joined:
 
 def _scales(left: _Joined, right: _Joined) -> Float64[Tensor, "3 h"]:
     """What head l counts for, for each choice of t, where x_l with ‖x_l‖ <= ‖g W_l‖, unit g, are joined by two maps."""
-    return up(left.factors * right.factors * (left.norm * right.norm).unsqueeze(-1))
+    return outward(left.factors * right.factors * (left.norm * right.norm).unsqueeze(-1))
 
 
 def over_heads(values: Float64[Tensor, "*b h"], left: _Joined, right: _Joined) -> Float64[Tensor, "*b"]:
     """A bound of the norm of heads x_l with ‖x_l‖ <= values_l ‖g W_l‖, joined by two maps, for unit g."""
-    return (up(values).unsqueeze(-2) * _scales(left, right)).amax(-1).amin(-1)
+    return (outward(values).unsqueeze(-2) * _scales(left, right)).amax(-1).amin(-1)
 
 
 # -- the layer at x
@@ -209,15 +208,15 @@ class AtPoint:
         d = cover(q)
         damping = d.amax(-1).clamp(max=0.5).sqrt()
         spread = grown(self.value_top, self.p, q, self.value_far).minimum(self.value_far.amax(-1)).sqrt()
-        omega = up(spread + damping * r[..., None, None] * self.maps.value.sizes.unsqueeze(-1))
+        omega = outward(spread + damping * r[..., None, None] * self.maps.value.sizes.unsqueeze(-1))
         kappa = grown(self.key_top, self.p, q, self.key_far).minimum(self.key_far.amax(-1)).sqrt()
-        drawn = up(omega.square().unsqueeze(-1) * d).mT
+        drawn = outward(omega.square().unsqueeze(-1) * d).mT
         keys, shared = (
             grown(self.drawn_top, self.drawn, w, self.query_length).sqrt() for w in (drawn, drawn / self.share)
         )
-        bent, Q, K, out = up((omega * damping).amax(-1)), self.maps.query, self.maps.key, self.maps.output
+        bent, Q, K, out = outward((omega * damping).amax(-1)), self.maps.query, self.maps.key, self.maps.output
         bilinear = over_heads(bent * Q.sizes, out, K).minimum(over_heads(bent * K.sizes, out, Q))
-        queries = up(omega * (kappa + damping * r[..., None, None] * K.sizes.unsqueeze(-1)))
+        queries = outward(omega * (kappa + damping * r[..., None, None] * K.sizes.unsqueeze(-1)))
         parts = {
             "fixed": self.fixed.expand(r.shape[:1] + self.fixed.shape),
             "queries": over_heads((omega * kappa).amax(-1), out, Q),
@@ -225,7 +224,7 @@ class AtPoint:
             "bilinear": bilinear * r,
             "together": self._together(queries, shared) + self.residual,
         }
-        return {name: up(term).movedim(0, -1) for name, term in parts.items()}
+        return {name: outward(term).movedim(0, -1) for name, term in parts.items()}
 
     def sharpened(self) -> AtPoint:
         """The same by norms; as these are not exact, some are above the traces."""
@@ -268,17 +267,17 @@ class AtPoint:
         p_lij grows at most as exp(t g) (Lemma 3 (a)) and stays below 1; this is the integral of that over 0 <= t <= 1.
         It does not fall with g, which may therefore be raised to what no product underflows with.
         """
-        grown = (self.slope + self.bend * r).mul_(r * (1 + 2.0**-44)).clamp_(min=_LEAST_GROWTH)
+        grown = (self.slope + self.bend * r).mul_(up(r, 2.0**-44)).clamp_(min=_LEAST_GROWTH)
         until = torch.minimum(grown, -self.log_p)
         q = (until + self.log_p).clamp_(_LEAST_LOG, 0.0).exp_().mul_(until.neg().expm1_().neg_())
-        q = q.add_(grown - until).div_(grown).mul_(1 + 2.0**-42).nan_to_num_(nan=1.0).clamp_(max=1.0)
+        q = up(q.add_(grown - until).div_(grown), 2.0**-42).nan_to_num_(nan=1.0).clamp_(max=1.0)
         return q if self.masked is None else q.masked_fill_(self.masked, 0.0)
 
 
 def gain(terms: dict[str, Tensor]) -> Tensor:
     """δ/ε from its terms: one by one, or together."""
     apart = torch.stack([term for name, term in terms.items() if name != "together"]).sum(0)
-    return up(apart.minimum(terms["together"]))
+    return outward(apart.minimum(terms["together"]))
 
 
 def terms_of(
@@ -327,7 +326,7 @@ def by_traces(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> AtPoint
     p, n = as_ball(P).mid, x.shape[-2]
     exact = a.lift(p)
     value_far, key_far = (_hidden(a.number(distances_from_means(exact, z @ z.mT)), masked) for z in (value, key))
-    value_top, key_top = (up((p * far).sum(-1), n) for far in (value_far, key_far))
+    value_top, key_top = (outward((p * far).sum(-1), n) for far in (value_far, key_far))
     drawn = _drawn(value_top, p)
     query_length = a.number(query.square().sum(-1)).unsqueeze(-2)
     above = a.number(P).clamp(max=1.0)
@@ -337,7 +336,7 @@ def by_traces(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> AtPoint
     return AtPoint(
         maps=maps,
         residual=residual,
-        fixed=up(over_heads(norms, maps.output, maps.value) + residual),
+        fixed=outward(over_heads(norms, maps.output, maps.value) + residual),
         P=above,
         norms=norms,
         p=p,
@@ -354,7 +353,7 @@ def by_traces(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> AtPoint
         value_far=value_far,
         key_far=key_far,
         drawn=drawn,
-        drawn_top=up((drawn * query_length).sum(-1), n),
+        drawn_top=outward((drawn * query_length).sum(-1), n),
         query_length=query_length,
         share=shares(drawn * query_length),
     )
@@ -375,7 +374,7 @@ def projections(layer: AttentionLayer, X: Array) -> tuple[Array, Array, Array]:
 
 
 def _drawn(value_top: Float64[Tensor, "*b n"], p: Float64[Tensor, "*b n n"]) -> Float64[Tensor, "*b n n"]:
-    return up(value_top.unsqueeze(-1) * cover(p)).mT
+    return outward(value_top.unsqueeze(-1) * cover(p)).mT
 
 
 def _centred(z: Array) -> Array:

@@ -15,10 +15,15 @@ from torch import Tensor
 from holdfast.attention import AttentionJacobian, AttentionLayer, ValueOperator
 from holdfast.attention.mean_split import CommonPart, Coupling, OtherPart
 from holdfast.bounds.base import Bound, Evaluation, register_bound
-from holdfast.bounds.over_ball import ROOT2, OverBall
+<<<<<<< HEAD
+from holdfast.bounds.over_ball import OverBall
+=======
+from holdfast.bounds.over_ball import OverBall, refuses
+>>>>>>> lm
 from holdfast.bounds.score_map import root
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
+from holdfast.linalg.rounding import ROOT2, down, up
 
 _CELLS = 512
 _LARGE = 2**13  # numbers in one input, beyond which the curvature is evaluated at the asked radii alone …
@@ -36,7 +41,9 @@ def every_direction(ball: OverBall[Array]) -> Array:
     t = a.lift(best.nan_to_num(nan=1.0).clamp(1e-6, 1e6)).unsqueeze(-2)
     cubic = third.square().unsqueeze(-2)
     weights = (first2 * (t + 1.0)).unsqueeze(-1) * ball.q + (cubic + cubic / t).unsqueeze(-1) * ball.third_weights
-    return ball.score_movement(weights) + (ball.damping * ball.value_spread).amax(-1) * ball.joint_A * 2.0
+    beta = ball.score_movement(weights) + (ball.damping * ball.value_spread).amax(-1) * ball.joint_A * 2.0
+    bend = ball.map.bend(ball.value_spread.square().unsqueeze(-1).unsqueeze(-3) * ball.q)
+    return beta if bend is None else beta + bend
 
 
 def where_tokens_agree(ball: OverBall[Array]) -> tuple[Array, Array]:
@@ -47,9 +54,9 @@ def where_tokens_agree(ball: OverBall[Array]) -> tuple[Array, Array]:
     # All tokens alike: g does not vary, so that Cov(s', g) vanishes; without rotary positions Cov(s'', z) does too.
     alike = D * eta.square()
     mixed = _rms(ball.damping * eta) * ball.stacked_C + _rms(damped) * ball.rows_A
-    if ball.map.key_variations2 is not None:
+    if ball.linear.key_variations2 is not None:
         alike = alike + ball.value_spread * ball.joint_A * 2.0
-        mixed = mixed + ball.value_spread.amax(-1) * ball.joint_A / math.sqrt(D.shape[-1]) * (1 + 2**-50)
+        mixed = mixed + ball.value_spread.amax(-1) * ball.joint_A / down(math.sqrt(D.shape[-1]), 2**-50)
     common = root(alike.square().sum(-1)) / D.shape[-1]
     return common, mixed + _rms(root(D) * eta * third.minimum(root(D) * sigma))
 
@@ -82,7 +89,7 @@ def by_radius(values: Array, nodes: Tensor) -> Array:
 
 def widths(nodes: Tensor) -> Tensor:
     """(…, e, k) lengths of the intervals that end at the nodes, rounded up."""
-    return torch.diff(nodes, dim=-1, prepend=torch.zeros_like(nodes[..., :1])) * (1 + 1e-12)
+    return up(torch.diff(nodes, dim=-1, prepend=torch.zeros_like(nodes[..., :1])), 1e-12)
 
 
 def integrate(a: Arithmetic[Array], values: Array, nodes: Tensor) -> Array:
@@ -90,7 +97,7 @@ def integrate(a: Arithmetic[Array], values: Array, nodes: Tensor) -> Array:
     starts = torch.cat([torch.zeros_like(nodes[..., :1]), nodes[..., :-1]], -1)
     to_go = (nodes[..., -1:] - starts) + (nodes[..., -1:] - nodes)
     # The factor is more than the rounding of four sums and products.
-    return (by_radius(values, nodes) * a.lift((nodes - starts) * to_go / 2 * (1 + 1e-12))).sum(-1)
+    return (by_radius(values, nodes) * a.lift(up((nodes - starts) * to_go / 2, 1e-12))).sum(-1)
 
 
 @final
@@ -104,13 +111,13 @@ class SecondOrder(Bound):
     """
 
     name = "second-order"
-    in_networks = True
-    score_terms = ("rotary", "bias", "sinks")
+    in_networks = ("smallest",)
+    score_terms = ("rotary", "bias", "sinks", "norms")
     cost = "three norms of size nd x nd; for every node (about 6) one of size nd x hn², and n of size hn x d"
     reference: ClassVar[str] = "holdfast"
 
     def _refusal(self, layer: AttentionLayer) -> str | None:
-        return None
+        return refuses(layer)
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         J = AttentionJacobian(layer, x)
@@ -119,7 +126,8 @@ class SecondOrder(Bound):
         ball = on_nodes(a, layer, x, nodes)
         every = integrate(a, a.once("every", lambda: every_direction(ball), nodes), nodes)
         plain = gain.unsqueeze(-1) * eps + every
-        if layer.sinks is not None:  # a common movement of the tokens moves them all against the sink
+        # A common movement of the tokens moves them all against a sink, and normed queries and keys in many ways.
+        if layer.beyond_dot_products is not None:
             return Evaluation(plain, {"jacobian": gain, "curved": every})
         little = torch.zeros_like(a.number(gain), dtype=torch.bool)
         if size > _LARGE:
@@ -156,13 +164,13 @@ class Mixed(Bound):
     """
 
     name = "mixed"
-    in_networks = True
-    score_terms = ("rotary", "bias", "sinks")
+    in_networks = ("smallest",)
+    score_terms = ("rotary", "bias", "sinks", "norms")
     cost = "that of second-order, and for every node one norm of size nd x hn²"
     reference: ClassVar[str] = "holdfast"
 
     def _refusal(self, layer: AttentionLayer) -> str | None:
-        return None
+        return refuses(layer)
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         nodes = nodes_for(a.number(eps), x.shape[-2:].numel())

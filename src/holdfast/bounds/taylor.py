@@ -10,13 +10,13 @@ from torch import Tensor
 from holdfast.attention import AttentionJacobian, AttentionLayer, ValueOperator, fold
 from holdfast.attention.jacobian import Folded
 from holdfast.bounds.base import EVERY_TERM, Bound, Evaluation, register_bound
-from holdfast.bounds.over_ball import ROOT2
 from holdfast.bounds.placed import placed_gains
 from holdfast.bounds.score_map import distances2, root, score_map
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
+from holdfast.linalg.rounding import ROOT2, up
 
-_CAP_BEND = 4 / (3 * math.sqrt(3.0)) * (1 + 2**-50)  # max |d²/ds² tanh s|, not below the exact value
+_CAP_BEND = up(4 / (3 * math.sqrt(3.0)), 2**-50)  # max |d²/ds² tanh s|, not below the exact value
 
 
 @final
@@ -31,6 +31,8 @@ class Taylor(Bound):
 
     name = "taylor"
     score_terms = EVERY_TERM
+    stands_in = True
+    in_networks, in_networks_with = ("smallest",), "cap"  # where no other one bounds the curvature
     cost = "two norms of size nd x nd; norms of n x d matrices"
     reference: ClassVar[str] = "holdfast"
 
@@ -67,7 +69,7 @@ def curvature_on_balls(
     f, radii = fold(layer, X), eps.unsqueeze(-2)  # for every head
     first, second = _scores(a, layer, X, radii)
     if layer.soft_cap is not None:
-        second = second + first.square() * (_CAP_BEND / layer.soft_cap * (1 + 2**-50))
+        second = second + first.square() * up(_CAP_BEND / layer.soft_cap, 2**-50)
     C = a.matrix_norm(f.c).unsqueeze(-1)
     values = _values(a, layer, f)
     size = a.matrix_norm(values).unsqueeze(-1) + C * radii

@@ -25,7 +25,7 @@ from holdfast.bounds.score_map import centred_rows, root, score_map
 from holdfast.bounds.second_order import by_radius, nodes_for, on_nodes, widths
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
-from holdfast.linalg.rounding import frobenius
+from holdfast.linalg.rounding import frobenius, up
 
 
 class _AnyYudin(PointBound):
@@ -63,7 +63,7 @@ class Yudin(_AnyYudin):
         g = self._softmax(a, f).amax(-1)
         C, P, A = a.matrix_norm(f.c), a.matrix_norm(f.p), a.matrix_norm(score_map(a, layer, f).forms[0])
         norm_X = a.matrix_norm(X).unsqueeze(-1)
-        scores, tokens = norm_X * A * 2.0, math.sqrt(x.shape[-2]) * (1 + 2**-50)
+        scores, tokens = norm_X * A * 2.0, up(math.sqrt(x.shape[-2]), 2**-50)
         for shift in _bias_shifts(a, layer, w):
             scores = scores + shift * tokens
         value = (C * (P + norm_X * scores * g)).sum(-1) + abs(layer.residual)
@@ -75,7 +75,7 @@ def _bias_shifts(a: Arithmetic[Array], layer: AttentionLayer, w: Weights[Array])
     rotary = layer.rotary
     if rotary is None:
         return [] if w.b_q is None else [a.matrix_norm((w.b_q.unsqueeze(-2) @ w.w_k.mT) * layer.scale)]
-    size = abs(layer.scale) * rotary.norm**2 * (1 + 2**-48)
+    size = up(abs(layer.scale) * rotary.norm**2, 2**-48)
     crossed = ((w.b_q, w.w_k), (w.b_k, w.w_q))
     return [frobenius(bias, (-1,)) * a.matrix_norm(other) * size for bias, other in crossed if bias is not None]
 
@@ -139,7 +139,7 @@ class YudinBall(Bound):
     """
 
     name = "yudin-ball"
-    in_networks = True
+    in_networks = ("smallest",)
     score_terms = ("rotary", "bias")
     cost = "one norm of size nd x nd; for every node (about 6) norms of n x n and n x d matrices"
     reference: ClassVar[str] = "yudin2025; holdfast"
@@ -169,8 +169,8 @@ def slope_on_balls(ball: OverBall[Array], zeta: Array, residual: float) -> Array
 
 def attention_movement(ball: OverBall[Array]) -> Array:
     """(r, b…, h) m_l."""
-    lam, keys = ball.softmax_norm, ball.map.key_norm(ball.softmax_norm)
-    return lam.amax(-1) * (ball.map.query_norm(centred=True) + ball.norm_A * ball.r(1) * 2.0) + keys
+    lam, keys = ball.softmax_norm, ball.linear.key_norm(ball.softmax_norm)
+    return lam.amax(-1) * (ball.linear.query_norm(centred=True) + ball.norm_A * ball.r(1) * 2.0) + keys
 
 
 def value_path_on_balls(ball: OverBall[Array], zeta: Array, residual: float, moved: Array) -> Array:

@@ -17,12 +17,12 @@ from holdfast.cache.quantise import Per, Quantiser, quantiser
 from holdfast.cache.worst_case import largest_means
 from holdfast.errors import InputError, SoundnessError
 from holdfast.linalg import Array, Ball, MatrixOperator, upper
-from holdfast.linalg.rounding import frobenius
+from holdfast.linalg.rounding import down, frobenius, up
 
 Stored = Quantiser | str | Tensor | None
 _STEPS, _STARTS = 12, 2  # of the attack
-_ROUND = 1 + 2.0**-44  # pays for the rounding of a few operations on numbers >= 0 …
-_SUMS = 1 + 2.0**-40  # … and of sums of some thousand of them
+_ROUND = 2.0**-44  # pays for the rounding of a few operations on numbers >= 0 …
+_SUMS = 2.0**-40  # … and of sums of some thousand of them
 
 
 @final
@@ -97,7 +97,7 @@ def cache_error(
         cache = _Cache(layer, x, keys, values)
         bound = _CacheBound(cache)
         heads = bound.heads
-        value = torch.minimum(heads.sum(-2) * _SUMS, bound.together)
+        value = torch.minimum(up(heads.sum(-2), _SUMS), bound.together)
         actual = cache.read
         moved = None if actual is None else cache.movement(*actual)
     start = actual or (cache.keys.mid, cache.values.mid)
@@ -155,7 +155,7 @@ class _Cache:
         """The nearest cache whose every entry is, exactly, within its bound."""
         nearest = []
         for t, exact, error in ((keys, self.keys, self.key_error), (values, self.values, self.value_error)):
-            room = (error * (1 - 1e-12) - exact.rad * 2 - exact.mid.abs() * 2.0**-50).clamp(min=0.0)
+            room = (down(error, 1e-12) - exact.rad * 2 - exact.mid.abs() * 2.0**-50).clamp(min=0.0)
             nearest.append(torch.minimum(torch.maximum(t, exact.mid - room), exact.mid + room))
         return nearest[0], nearest[1]
 
@@ -186,11 +186,11 @@ class _CacheBound:
         query, keys = cache.query, cache.per_head(cache.keys)
         reach = (_size(query) @ cache.per_head(cache.key_error).mT) * abs(layer.scale)
         scores = query @ keys.mT * layer.scale
-        reach = reach * _SUMS
+        reach = up(reach, _SUMS)
         low, high = (layer.complete(Ball.exact(t)) for t in (scores.lower - reach, scores.upper + reach))
         masked = high.mid == -torch.inf
         self._scores = ((low.lower + high.upper) / 2).masked_fill(masked, -torch.inf)
-        apart = ((high.upper - low.lower) / 2 * _ROUND + self._scores.abs() * 2.0**-50).masked_fill(masked, 0.0)
+        apart = (up((high.upper - low.lower) / 2, _ROUND) + self._scores.abs() * 2.0**-50).masked_fill(masked, 0.0)
         self._apart = apart
         self._value, self._error = cache.per_head(cache.values), cache.per_head(cache.value_error)
         if layer.sinks is not None:
@@ -225,7 +225,7 @@ class _CacheBound:
             high, low = (torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (high, low))
         above = largest_means(self._scores, self._apart, high) - mean.lower
         below = largest_means(self._scores, self._apart, -low) + mean.upper
-        return torch.maximum(above, below).clamp(min=0.0) * _ROUND
+        return up(torch.maximum(above, below).clamp(min=0.0), _ROUND)
 
     def _stored_values(self, sizes: Tensor) -> Tensor:
         """(b…, h, n) the largest Σ_j p_j size_j, for sizes (b…, h, n) of what values may be off by."""
@@ -241,16 +241,16 @@ class _CacheBound:
         """
         B, W = Ball.exact(self._basis), self._cache.w_o
         N = Ball.exact(self._basis.mT @ W.mid)
-        weights = _size(N @ N.mT).sum(-1) * _ROUND  # (h, k_v)
-        moved = (self.coordinates.square() * weights.unsqueeze(-2)).sum(-1).sqrt() * _SUMS
-        left = _size(W - B @ N).square().sum((-2, -1)).sqrt() * _SUMS  # (h)
-        longest = _size(self._value).square().sum(-1).sqrt().amax(-1, keepdim=True) * _SUMS
+        weights = up(_size(N @ N.mT).sum(-1), _ROUND)  # (h, k_v)
+        moved = up((self.coordinates.square() * weights.unsqueeze(-2)).sum(-1).sqrt(), _SUMS)
+        left = up(_size(W - B @ N).square().sum((-2, -1)).sqrt(), _SUMS)  # (h)
+        longest = up(_size(self._value).square().sum(-1).sqrt().amax(-1, keepdim=True), _SUMS)
         # |error W|² <= errorᵀ |W Wᵀ| error, and at most |error| ‖W‖.
         d = self._error
         bent = ((d @ _size(W @ W.mT)) * d).sum(-1).sqrt()
         plain = torch.linalg.vector_norm(d, dim=-1) * self._norms.unsqueeze(-1)
-        stored = self._stored_values(torch.minimum(bent, plain) * _SUMS)
-        return (moved + stored + left.unsqueeze(-1) * longest * 2) * _SUMS
+        stored = self._stored_values(up(torch.minimum(bent, plain), _SUMS))
+        return up(moved + stored + left.unsqueeze(-1) * longest * 2, _SUMS)
 
     @cached_property
     def together(self) -> Tensor:
@@ -259,8 +259,8 @@ class _CacheBound:
         off = frobenius(B.mT @ B - self._eye).upper.amax()
         norm = upper(MatrixOperator(self._cache.w_o.flatten(0, 1))).value
         moved = self.coordinates.square().sum(-1).sqrt() / (1 - off).clamp(min=0.0).sqrt()
-        stored = self._stored_values(torch.linalg.vector_norm(self._error, dim=-1) * _SUMS)
-        return (moved + stored).square().sum(-2).sqrt() * norm * _SUMS
+        stored = self._stored_values(up(torch.linalg.vector_norm(self._error, dim=-1), _SUMS))
+        return up((moved + stored).square().sum(-2).sqrt() * norm, _SUMS)
 
     @cached_property
     def _norms(self) -> Tensor:
@@ -280,7 +280,7 @@ class _CacheBound:
         spread = (p * far).sum(-1) + (missing if layer.sinks is not None else 0.0)
         errors = torch.linalg.vector_norm(self._error, dim=-1).amax(-1, keepdim=True)
         moved: Tensor = (((2 * self._apart.amax(-1)).expm1() * spread + errors) * W.unsqueeze(-1)).sum(-2)
-        return moved * (1 + 1e-9)
+        return up(moved, 1e-9)
 
 
 def _size(t: Ball) -> Tensor:

@@ -10,10 +10,11 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from holdfast.errors import InputError
+from holdfast.linalg.rounding import up
 
 Per = Literal["channel", "token"]
 _LARGEST_FP8 = 448.0  # of torch.float8_e4m3fn
-_SLACK = 1 + 2.0**-40  # more than the float64 rounding of a step and of a product with it
+_SLACK = 2.0**-40  # more than the float64 rounding of a step and of a product with it
 
 
 @final
@@ -57,10 +58,10 @@ class Quantiser:
         """A bound of |read - x| for every entry, rounded up."""
         if self.bits is None:
             scale = self._fp8_scale(x)
-            return torch.maximum(x.abs() / 16, scale / 1024) * _SLACK
+            return up(torch.maximum(x.abs() / 16, scale / 1024), _SLACK)
         least, step = self._grid(x)
         # The sum least + step · integer is rounded once more.
-        return ((step / 2) * _SLACK + (x.abs() + least.abs() + step) * 2.0**-50).expand_as(x)
+        return (up(step / 2, _SLACK) + (x.abs() + least.abs() + step) * 2.0**-50).expand_as(x)
 
     def _grid(self, x: Tensor) -> tuple[Tensor, Tensor]:
         assert self.bits is not None

@@ -22,7 +22,7 @@ from holdfast.certification.settings import Normalisation, Settings
 from holdfast.certification.store import Stored, Writer, open_writer
 from holdfast.certification.workers import Examination
 from holdfast.device import check_device
-from holdfast.errors import InputError
+from holdfast.errors import InputError, check_counts
 from holdfast.executors import Executor, Plan, RayCluster, carry_out, choose
 from holdfast.graph import Perturbation, Readings
 from holdfast.linalg.threat import Threat
@@ -128,9 +128,7 @@ def certify(
         >>> run.accuracy(0.1) <= run.attacked(0.1) <= run.clean()
         True
     """
-    for word, number in (("batch", batch), ("workers", workers), ("limit", limit)):
-        if number is not None and number < 1:
-            raise InputError(f"{word} is {number}; expected at least 1")
+    check_counts(batch=batch, workers=workers, limit=limit)
     decided = () if at is None else tuple(check_radii(at, "at"))
     shown = check_radii(radii, "radii")
     if isinstance(model, str | os.PathLike):

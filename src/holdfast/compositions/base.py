@@ -16,8 +16,8 @@ from torch import Tensor
 from holdfast.compositions.search import PRECISION, STRIDE, Reached, decided, largest, widened
 from holdfast.compositions.search import Curve as Curve
 from holdfast.errors import NotApplicableError, TimeLimitError
-from holdfast.linalg.curves import or_unbounded, outward
-from holdfast.linalg.rounding import frobenius_upper, up
+from holdfast.linalg.curves import or_unbounded
+from holdfast.linalg.rounding import down, frobenius_upper, outward, up
 from holdfast.linalg.threat import L2, Threat
 from holdfast.method import Method
 from holdfast.network.centre import Centre, Stage, lengths, pulled
@@ -310,9 +310,7 @@ def linear_end(centre: Centre, most: float = math.inf) -> tuple[list[Stage], Flo
 
 def smallest_margin(centre: Centre, lost: Float64[Tensor, "b classes"]) -> Float64[Tensor, " b"]:
     """min_j m_j - lost_j over the other classes, rounded down; what is no loss, or not a number, leaves nothing."""
-    left = centre.margins - or_unbounded(outward(lost))
-    left = torch.nextafter(left, torch.full_like(left, -torch.inf))
-    return over_others(centre.prediction, left)
+    return over_others(centre.prediction, down(centre.margins - or_unbounded(outward(lost))))
 
 
 def over_others(prediction: Int64[Tensor, " b"], margins: Float64[Tensor, "b classes"]) -> Float64[Tensor, " b"]:

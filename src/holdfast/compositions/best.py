@@ -16,6 +16,7 @@ from holdfast.linalg.threat import Threat
 from holdfast.network.centre import Centre
 from holdfast.network.network import Network
 
+_QUICK_SHARE = 0.25  # of the time there is: for the quick composition where others are to follow
 _MANY = 1024  # numbers beyond which Jacobians on all tokens take minutes
 
 
@@ -31,7 +32,8 @@ class BestComposition(NetworkMethod):
 
     Two things are left out unless there is a deadline, and `unfinished` names them: if attention acts on so many
     numbers that the others take minutes, all but the quick one; and a composition that takes long, if the one that it
-    names (`instead`) has proved a radius. With a deadline they are tried until then, and the best so far counts.
+    names (`instead`) has proved a radius. With a deadline they are tried until then, and the best so far counts;
+    the quick one has a quarter of the time.
     """
 
     name = "best"
@@ -62,7 +64,8 @@ class BestComposition(NetworkMethod):
                         "tried; call it by its name, or let seconds_per_input (--seconds-per-input) say for how long"
                     )
                     continue
-                answers.append(method(centre, beyond, aim))
+                with centre.within(_QUICK_SHARE if method.quick and place < len(methods) - 1 else 1.0):
+                    answers.append(method(centre, beyond, aim))
             except (MemoryLimitError, NotApplicableError) as reason:
                 notes.append(str(reason))
             else:

@@ -7,7 +7,7 @@ from typing import final
 
 from torch import Tensor
 
-from holdfast.bounds import bounds
+from holdfast.bounds.best import refusal_in_networks
 from holdfast.compositions.base import (
     Composition,
     Curve,
@@ -22,15 +22,13 @@ from holdfast.network.centre import Centre
 from holdfast.network.network import Network
 from holdfast.network.site import LARGE, Site
 
-_BOUND = "pairs"
-
 
 @final
 @register_composition
 class Gains(Composition):
-    """min_j m_j - ‖T_jᵀ‖ δ_K as in `layerwise`, where attention moves by `pairs` at the very radii δ_k.
+    """min_j m_j - ‖T_jᵀ‖ δ_K as in `layerwise`, where attention moves by bounds that are quick, at the very radii δ_k.
 
-    No norm of a map on all tokens is taken, and norms of weights are taken once for a network.
+    The quick bound is `pairs`. No norm of a map on all tokens is taken, and norms of weights once for a network.
     """
 
     name = "gains"
@@ -41,7 +39,7 @@ class Gains(Composition):
 
     def refusal(self, network: Network) -> str | None:
         layers = (piece.layer for piece in network.pieces() if isinstance(piece, Attention))
-        return next((why for layer in layers if (why := bounds[_BOUND].refusal(layer)) is not None), None)
+        return next((why for layer in layers if (why := refusal_in_networks(layer, "quick")) is not None), None)
 
     def _curve(self, centre: Centre) -> Curve:
         before, slopes = linear_end(centre, LARGE)
@@ -57,4 +55,4 @@ class Gains(Composition):
 
 
 def _site_reach(site: Site) -> Reach:
-    return partial(site.own_reach, method=_BOUND)
+    return partial(site.own_reach, need="quick")

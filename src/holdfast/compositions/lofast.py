@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from typing import final
 
 from torch import Tensor
 
 from holdfast.bounds import bounds
-from holdfast.bounds.lofast import Splitting, score_movement
+from holdfast.bounds.lofast import Lofast, Splitting, score_movement
 from holdfast.compositions.base import Composition, Curve, Reach, register_composition, smallest_margin, stage_reach
 from holdfast.layers.attention.piece import Attention
-from holdfast.linalg.curves import outward
+from holdfast.linalg.rounding import ROOT2, outward
 from holdfast.network.centre import Centre
 from holdfast.network.network import Network
 from holdfast.network.site import Site
-
-_ROOT2 = math.sqrt(2.0) * (1 + 2**-50)
 
 
 @final
@@ -34,7 +31,7 @@ class LofastComposition(Composition):
 
     def refusal(self, network: Network) -> str | None:
         layers = (piece.layer for piece in network.pieces() if isinstance(piece, Attention))
-        return next((why for layer in layers if (why := bounds["lofast"].refusal(layer)) is not None), None)
+        return next((why for layer in layers if (why := bounds[Lofast.name].refusal(layer)) is not None), None)
 
     def _curve(self, centre: Centre) -> Curve:
         stages = [stage_reach(stage, _site_reach) for stage in centre.stages]
@@ -45,7 +42,7 @@ class LofastComposition(Composition):
             delta = eps.unsqueeze(-1)
             for reach in stages:
                 delta = reach(delta)
-            return smallest_margin(centre, _ROOT2 * head * delta)
+            return smallest_margin(centre, ROOT2 * head * delta)
 
         return margins
 
@@ -55,7 +52,7 @@ def _site_reach(site: Site) -> Reach:
     if not isinstance(site.piece, Attention):
         return site.own_reach
     layer = site.piece.layer.to(device=site.u.device)
-    terms = bounds["lofast"](layer, site.u, 1.0, guarantee=site.a.guarantee).terms
+    terms = bounds[Lofast.name](layer, site.u, 1.0, guarantee=site.a.guarantee).terms
     zeta, heads = terms["zeta"], [terms[name] for name in ("norm_M", "norm_A", "norm_XC", "norm_C")]
     M, A, XC, C = (term.expand(*zeta.shape, -1) for term in heads)
 

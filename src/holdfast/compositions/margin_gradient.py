@@ -17,7 +17,7 @@ from torch import Tensor
 from holdfast.compositions.base import Composition, Curve, register_composition, smallest_margin
 from holdfast.compositions.segments import NODES, Journey, Run, arrive, parts
 from holdfast.layers.piece import SmoothPiece
-from holdfast.linalg.curves import outward
+from holdfast.linalg.rounding import outward
 from holdfast.network.centre import Centre, lengths
 from holdfast.network.network import Network, Residual
 

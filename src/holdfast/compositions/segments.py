@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from holdfast.linalg.curves import outward
+from holdfast.linalg.rounding import outward
 from holdfast.network.centre import Centre, Enclosed, Stage, added, lengths, pulled, pushed
 
 NODES = 6

@@ -12,7 +12,7 @@ from typing import Any, final
 
 import torch
 
-from holdfast.errors import HoldfastError, InputError
+from holdfast.errors import HoldfastError, check_counts
 from holdfast.executors.base import Ended, Executor, Failure, Item, Pool, Sink, Task, attempt
 from holdfast.threads import children_wait_asleep
 
@@ -29,8 +29,7 @@ class Processes(Executor):
     """
 
     def __init__(self, workers: int = 1, threads: int | None = None) -> None:
-        if workers < 1:
-            raise InputError(f"workers is {workers}; expected at least 1")
+        check_counts(workers=workers)
         self._workers, self._threads = workers, threads
 
     @property

@@ -18,7 +18,7 @@ from typing import Any, final
 
 import torch
 
-from holdfast.errors import HoldfastError, InputError
+from holdfast.errors import HoldfastError, InputError, check_counts
 from holdfast.executors.base import Ended, Executor, Failure, Item, Pool, Sink, Task, attempt
 from holdfast.extras import require
 from holdfast.version import __version__
@@ -49,8 +49,7 @@ class RayCluster(Executor):
     """
 
     def __init__(self, address: str = "auto", workers: int | None = None, gpus_per_task: float = 0.0) -> None:
-        if workers is not None and workers < 1:
-            raise InputError(f"workers is {workers}; expected at least 1")
+        check_counts(workers=workers)
         if gpus_per_task < 0:
             raise InputError(f"gpus_per_task is {gpus_per_task}; expected 0 or more")
         host, colon, port = address.rpartition(":")

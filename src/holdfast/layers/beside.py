@@ -11,7 +11,7 @@ where no entry is both taken and waiting, the gain is at most max(1, c L).
 
 from __future__ import annotations
 
-from typing import final
+from typing import Generic, TypeVar, final
 
 import torch
 from jaxtyping import Int64
@@ -21,6 +21,9 @@ from holdfast.layers.piece import LinearPiece, Piece, SmoothPiece
 from holdfast.layers.tokens.selection import gathered, places
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
+
+P = TypeVar("P", bound=Piece)
+S = TypeVar("S", bound=SmoothPiece)
 
 
 @final
@@ -85,35 +88,40 @@ def beside(piece: Piece, part: Part) -> Piece:
     return SmoothBeside(piece, part) if isinstance(piece, SmoothPiece) else KinkedBeside(piece, part)
 
 
-@final
-class KinkedBeside(Piece):
-    """A piece with kinks on a part of the state."""
+class _Beside(Piece, Generic[P]):
+    """A piece on a part of the state."""
 
-    def __init__(self, piece: Piece, part: Part) -> None:
+    def __init__(self, piece: P, part: Part) -> None:
         self.piece, self.part = piece, part
 
+    @final
     def value(self, u: Array) -> Array:
         return self.part.join(u, self.piece.value(self.part.take(u)))
+
+
+class _SteepBeside(_Beside[S], SmoothPiece):
+    """A piece with a derivative on a part of the state."""
+
+    @final
+    def push(self, u: Array, a: Array) -> Array:
+        return self.part.join(a, self.piece.push(self.part.take(u), self.part.take(a)))
+
+    @final
+    def pull(self, u: Array, c: Array) -> Array:
+        return self.part.back(c, self.piece.pull(self.part.take(u), self.part.new(c)))
+
+
+@final
+class KinkedBeside(_Beside[Piece]):
+    """A piece with kinks on a part of the state."""
 
     def reach(self, a: Arithmetic[Array], u: Tensor, rho: Array) -> Array:
         return _reach(self.piece, self.part, a, u, rho)
 
 
 @final
-class SmoothBeside(SmoothPiece):
+class SmoothBeside(_SteepBeside[SmoothPiece]):
     """A smooth piece on a part of the state."""
-
-    def __init__(self, piece: SmoothPiece, part: Part) -> None:
-        self.piece, self.part = piece, part
-
-    def value(self, u: Array) -> Array:
-        return self.part.join(u, self.piece.value(self.part.take(u)))
-
-    def push(self, u: Array, a: Array) -> Array:
-        return self.part.join(a, self.piece.push(self.part.take(u), self.part.take(a)))
-
-    def pull(self, u: Array, c: Array) -> Array:
-        return self.part.back(c, self.piece.pull(self.part.take(u), self.part.new(c)))
 
     def push2(self, u: Array, a: Array, b: Array) -> Array:
         take = self.part.take
@@ -134,20 +142,8 @@ class SmoothBeside(SmoothPiece):
 
 
 @final
-class LinearBeside(LinearPiece):
+class LinearBeside(_SteepBeside[LinearPiece], LinearPiece):
     """An affine piece on a part of the state."""
-
-    def __init__(self, piece: LinearPiece, part: Part) -> None:
-        self.piece, self.part = piece, part
-
-    def value(self, u: Array) -> Array:
-        return self.part.join(u, self.piece.value(self.part.take(u)))
-
-    def push(self, u: Array, a: Array) -> Array:
-        return self.part.join(a, self.piece.push(self.part.take(u), self.part.take(a)))
-
-    def pull(self, u: Array, c: Array) -> Array:
-        return self.part.back(c, self.piece.pull(self.part.take(u), self.part.new(c)))
 
     def norm(self, a: Arithmetic[Array]) -> Array:
         own = self.piece.norm(a)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from holdfast.linalg import forms
 from holdfast.linalg.directions import Directions
+from holdfast.linalg.rounding import up
 from holdfast.linalg.squarings import thin_gram_norm
 
 GAMMA = 2.0**-40  # of N = 2¹², twice
@@ -103,7 +104,7 @@ class LocalExpansion(ABC):
     @final
     def jets(self, k: int, jets: Tensor) -> Tensor:
         """Jets of degree k at the output; the first degree comes first."""
-        self.largest.append(torch.linalg.vector_norm(jets, dim=-1).amax((0, -1)) * (1 + 1e-12))
+        self.largest.append(up(torch.linalg.vector_norm(jets, dim=-1).amax((0, -1)), 1e-12))
         if k == 1:
             self.theta = torch.where(self.theta < 1, self.theta, torch.inf)  # errors are counted to first order
             return self._first(jets)

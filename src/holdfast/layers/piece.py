@@ -12,6 +12,7 @@ from typing import Any, ClassVar, final
 
 from torch import Tensor
 
+from holdfast.bounds.base import Need as Need
 from holdfast.errors import NotApplicableError
 from holdfast.layers.expansion import LocalExpansion
 from holdfast.linalg import Array
@@ -40,8 +41,8 @@ class Piece(ABC):
         """Roughly the size of the largest tensor that `reach` needs for one input u (1, n, d), in numbers."""
         return u.numel()
 
-    def reach_by(self, method: str) -> Callable[[Arithmetic[Any], Tensor, Any], Any]:
-        """`reach` by a named method, if the piece has several."""
+    def reach_for(self, need: Need) -> Callable[[Arithmetic[Any], Tensor, Any], Any]:
+        """`reach` by the bounds for a need, if the piece has several."""
         return self.reach
 
     def without_expansion(self) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 
 import torch
@@ -11,12 +10,11 @@ from torch import Tensor
 from holdfast.errors import HoldfastError, MemoryLimitError
 from holdfast.linalg.lanczos import top_eigenvalue
 from holdfast.linalg.operator import Gram, ProvableOperator
-from holdfast.linalg.rounding import UNIT, Ball, frobenius_upper, gamma
+from holdfast.linalg.rounding import ROOT2, UNIT, Ball, frobenius_upper, gamma
 from holdfast.results import NormResult
 
 GIB = 2**30
 _FIRST_MARGIN = 5e-9
-_ROOT_TWO = math.nextafter(math.sqrt(2.0), math.inf)
 _BLOCK = 256  # columns of a factor at a time
 _AT_ONCE = {"cpu": GIB / 8}  # bytes of several members of a batch: those that leave the cache gain nothing together
 
@@ -148,7 +146,7 @@ def _factor(A: Tensor, block: int) -> tuple[Tensor, Ball]:
         holds = holds & (info == 0)
         if not bool(holds.any()):
             break
-    residual = Ball.exact(_together(residuals)) * _ROOT_TWO  # each entry below the diagonal stands twice
+    residual = Ball.exact(_together(residuals)) * ROOT2  # each entry below the diagonal stands twice
     return holds, residual + (Ball.exact(_together(lengths)).square() + residual) * gamma(size + 4)
 
 

@@ -33,6 +33,7 @@ _EXP_ULPS = 8 * UNIT
 _EXP_LEAST = -690.0  # exp of it is a normal number; below it, its value bounds the true one
 
 Scalar = int | float
+Number = TypeVar("Number", float, Tensor)
 
 
 def gamma(k: int) -> float:
@@ -40,14 +41,26 @@ def gamma(k: int) -> float:
     return (k * UNIT) / (1.0 - k * UNIT) * (1.0 + 4 * UNIT)
 
 
-def up(x: Tensor) -> Tensor:
-    """The next float64 above `x`: pays for one rounding to nearest."""
-    return torch.nextafter(x, torch.full_like(x, math.inf))
+def up(x: Number, by: float | None = None) -> Number:
+    """The next number above `x`, which pays for one rounding to nearest; with `by`, x (1 + by) of a number x >= 0."""
+    return _next(x, math.inf) if by is None else x * (1 + by)
 
 
-def down(x: Tensor) -> Tensor:
-    """The next float64 below `x`."""
-    return torch.nextafter(x, torch.full_like(x, -math.inf))
+def down(x: Number, by: float | None = None) -> Number:
+    """The next number below `x`; with `by`, x (1 - by) of a number x >= 0."""
+    return _next(x, -math.inf) if by is None else x * (1 - by)
+
+
+def outward(x: Tensor, terms: int = 0) -> Tensor:
+    """Pays for the rounding, and underflows, of sums of `terms` numbers >= 0 and of up to 2⁸ other operations."""
+    return up(x, 2.0**-44 + 2 * terms * UNIT) + 2.0**-1000
+
+
+def _next(x: Number, towards: float) -> Number:
+    return torch.nextafter(x, torch.full_like(x, towards)) if isinstance(x, Tensor) else math.nextafter(x, towards)
+
+
+ROOT2 = up(math.sqrt(2.0))  # not below the exact value
 
 
 def power_of_two(x: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from holdfast.linalg.rounding import FLOOR, UNIT, frobenius_upper, gamma
+from holdfast.linalg.rounding import FLOOR, UNIT, frobenius_upper, gamma, up
 
 
 def gram_norm(
@@ -29,14 +29,14 @@ def gram_norm(
     length = frobenius_upper(gram) + error
     scale = torch.where(length > 0, length, 1.0)
     M, e, log = gram / scale[..., None, None], error / scale + 4 * UNIT, torch.log(scale)
-    bound, open_ = length.sqrt() * (1 + 1e-15), torch.ones_like(length, dtype=torch.bool)
+    bound, open_ = up(length.sqrt(), 1e-15), torch.ones_like(length, dtype=torch.bool)
     for k in range(squarings):
-        M, e = M @ M, (gamma(size + 8) + 2 * e + e.square()) * (1 + 1e-12)
-        now = torch.linalg.matrix_norm(M) * (1 + (size * size + 16) * UNIT) + e
+        M, e = M @ M, up(gamma(size + 8) + 2 * e + e.square(), 1e-12)
+        now = up(torch.linalg.matrix_norm(M), (size * size + 16) * UNIT) + e
         now = torch.where(now > 0, now, 1.0)
         shorter = torch.log(now) / 2 ** (k + 1)
         log = log + shorter
-        candidate = torch.exp(log / 2) * (1 + 1e-12)
+        candidate = up(torch.exp(log / 2), 1e-12)
         bound = torch.where(open_ & (candidate < bound), candidate, bound)  # not a number stays so
         open_ = open_ & (shorter < -2 * tolerance)
         if k + 1 == squarings or (tolerance and not bool(open_.any())):
@@ -50,5 +50,5 @@ def thin_gram_norm(rows: Float64[Tensor, "*b m k"], squarings: int = 2) -> Float
     if rows.shape[-2] > rows.shape[-1]:
         rows = rows.mT
     underflow = rows.shape[-2] * rows.shape[-1] * FLOOR
-    error = gamma(rows.shape[-1]) * frobenius_upper(rows).square() * (1 + 1e-12) + underflow
+    error = up(gamma(rows.shape[-1]) * frobenius_upper(rows).square(), 1e-12) + underflow
     return gram_norm(rows @ rows.mT, error, squarings)

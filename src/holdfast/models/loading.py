@@ -18,7 +18,7 @@ from jaxtyping import UInt8
 from torch import Tensor, nn
 
 from holdfast.data.pictures import Preparation, read_picture
-from holdfast.errors import InputError
+from holdfast.errors import InputError, check_counts
 from holdfast.extras import require
 from holdfast.graph.onnx import OnnxModel
 from holdfast.models.digits import load_digits_vit
@@ -92,8 +92,7 @@ def load(
     """
     if (text is None) == (image is None):
         raise InputError(f"model {model!r} needs an input: a text or an image, one of the two")
-    if max_tokens is not None and max_tokens < 1:
-        raise InputError(f"max_tokens is {max_tokens}; expected at least 1")
+    check_counts(max_tokens=max_tokens)
     if model.startswith("timm:"):
         if image is None:
             raise InputError(f"{model!r} takes an image, not text")

@@ -13,12 +13,12 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from holdfast.errors import NotApplicableError
-from holdfast.layers.piece import LinearPiece, Piece, SmoothPiece
+from holdfast.layers.piece import LinearPiece, Need, Piece, SmoothPiece
 from holdfast.linalg.arithmetic import Arithmetic
-from holdfast.linalg.curves import BEYOND, ZERO, Curve, Grid, or_unbounded, outward
-from holdfast.linalg.rounding import frobenius_upper
+from holdfast.linalg.curves import Curve, Grid, or_unbounded
+from holdfast.linalg.rounding import frobenius_upper, outward
 
-#: At more numbers than this the norm of a Jacobian costs too much, and `rows` moves attention without one.
+#: At more numbers than this the norm of a Jacobian costs too much, and attention moves by bounds without one.
 LARGE = 2048
 
 
@@ -39,9 +39,9 @@ class _Around:
 
         return evaluate
 
-    def reach(self, rho: Float64[Tensor, "b e"], method: str = "best") -> Float64[Tensor, "b e"]:
+    def reach(self, rho: Float64[Tensor, "b e"], need: Need = "smallest") -> Float64[Tensor, "b e"]:
         """‖f(u + δ) - f(u)‖ <= ‖f(u + δ) - f(ũ)‖ + ‖f(ũ) - f(u)‖."""
-        moved = self(self.piece.reach_by(method))
+        moved = self(self.piece.reach_for(need))
         if not bool((self.r > 0).any()):
             return moved(rho)
         return outward(moved(rho) + moved(torch.zeros_like(rho[..., :1])))
@@ -118,7 +118,7 @@ class Site:
         level = self._grid.level(rho)
         here = self.gain_here.unsqueeze(-1)
         drift = rho * self._curvature(level)
-        own = self._gain(torch.where(drift <= self._patience * here, BEYOND, level))
+        own = self._gain(torch.where(drift <= self._patience * here, self._grid.beyond, level))
         return outward(torch.minimum(here + drift, own))
 
     @property
@@ -146,12 +146,12 @@ class Site:
         # So near to ũ the exact slope has little to add: it is worth its norm for few numbers only.
         if self.smooth and self.u.shape[-2:].numel() < LARGE and not isinstance(self.piece, LinearPiece):
             return self.gain_here * r
-        reach = self.piece.reach_by("rows")
+        reach = self.piece.reach_for("near")
         return self.a.number(reach(self.a, self.u, self.a.lift(r.unsqueeze(-1)))).squeeze(-1)
 
     @property
     def _here(self) -> Tensor:
-        return torch.full_like(self.r, ZERO, dtype=torch.int64).unsqueeze(-1)
+        return torch.full_like(self.r, self._grid.zero, dtype=torch.int64).unsqueeze(-1)
 
     def curvature(self, rho: Float64[Tensor, "b e"]) -> Float64[Tensor, "b e"]:
         """A bound of ‖D²f[g, g]‖ on the ball, for unit g."""
@@ -166,19 +166,19 @@ class Site:
             return self.own_reach(rho)
         level = self._grid.level(rho)
         linear, bent = self.gain_here.unsqueeze(-1) * rho, rho.square() * self._curvature(level) / 2
-        level = torch.where(bent <= self._patience * linear, BEYOND, level)
-        lower = torch.where(level == BEYOND, BEYOND, level - 1)
+        level = torch.where(bent <= self._patience * linear, self._grid.beyond, level)
+        lower = torch.where(level == self._grid.beyond, self._grid.beyond, level - 1)
         gain = self.gain(rho)
         onward = self._reach(lower) + (rho - self._grid.radius(lower)).clamp(min=0) * gain
-        own = torch.minimum(self._reach(level), torch.where(level == BEYOND, torch.inf, onward))
+        own = torch.minimum(self._reach(level), torch.where(level == self._grid.beyond, torch.inf, onward))
         return outward(torch.minimum(torch.minimum(linear + bent, rho * gain), own))
 
-    def own_reach(self, rho: Float64[Tensor, "b e"], method: str = "best") -> Float64[Tensor, "b e"]:
+    def own_reach(self, rho: Float64[Tensor, "b e"], need: Need = "smallest") -> Float64[Tensor, "b e"]:
         """The piece's own bound of ‖f(u + δ) - f(u)‖, at these very radii: for a few of them it costs less.
 
         Args:
             rho: the radii.
-            method: the bound by which attention moves.
+            need: what the bounds by which attention moves are asked for.
         """
         known = rho <= self._limit.unsqueeze(-1)
-        return torch.where(known, self._around.reach(torch.where(known, rho, 0.0), method), torch.inf)
+        return torch.where(known, self._around.reach(torch.where(known, rho, 0.0), need), torch.inf)

@@ -23,10 +23,11 @@ from holdfast import data as datasets
 from holdfast.attacks.minimal import MinimalAttack
 from holdfast.clock import peak_memory, processor_seconds
 from holdfast.compositions import certify_inputs, compositions
-from holdfast.errors import InputError, SoundnessError
+from holdfast.errors import InputError
 from holdfast.graph import Readings, to_network
 from holdfast.models.vit import VisionTransformer
 from holdfast.report.style import BLUE, GREEN, VERMILION, new_figure
+from holdfast.studies.attacked import check_attacked
 from holdfast.studies.cifar_training import CifarNetwork, CifarTraining, load_network
 from holdfast.studies.losses import finite, lost_most, mean_shares
 from holdfast.studies.processes import Tell
@@ -73,11 +74,7 @@ class CifarImage:
     memory: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.attack is not None and self.radius > self.attack:
-            raise SoundnessError(
-                f"{self.radius:.4g} is proved for image {self.place} of {self.network} and an attack succeeds at "
-                f"{self.attack:.4g}; please report"
-            )
+        check_attacked("the certificate", self.radius, f"image {self.place} of {self.network}", self.attack)
 
 
 @final

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from holdfast.attacks.minimal import MinimalAttack
 from holdfast.clock import processor_seconds
 from holdfast.compositions import Certified, certify_inputs
-from holdfast.errors import InputError, SoundnessError
+from holdfast.errors import InputError
 from holdfast.graph import to_network
 from holdfast.graph.perturbation import Perturbation
 from holdfast.models.loading import load_decoder, load_tokenizer
 from holdfast.models.tiny_llama import known_words, load_tiny_llama, split_words, word_ids
+from holdfast.studies.attacked import check_attacked
 from holdfast.studies.beside_attack import draw_beside_attack
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
@@ -71,11 +72,7 @@ class NextWord:
     seconds: float
 
     def __post_init__(self) -> None:
-        if self.attack is not None and self.radius > self.attack:
-            raise SoundnessError(
-                f"{self.method} proves {self.radius:.4g} for {self.prompt!r} and an attack succeeds at "
-                f"{self.attack:.4g}; please report"
-            )
+        check_attacked(self.method, self.radius, repr(self.prompt), self.attack)
 
 
 @final

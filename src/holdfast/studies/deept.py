@@ -24,10 +24,11 @@ from holdfast.attacks.minimal import MinimalAttack
 from holdfast.clock import processor_seconds
 from holdfast.compositions import certify_inputs, compositions
 from holdfast.data.dataset import find_file
-from holdfast.errors import InputError, SoundnessError
+from holdfast.errors import InputError
 from holdfast.graph import to_network
 from holdfast.report.style import BLUE, GREEN, PINK, VERMILION, new_figure
 from holdfast.results import Guarantee
+from holdfast.studies.attacked import check_attacked
 from holdfast.studies.crown import crown_radius, require_auto_lirpa
 from holdfast.studies.losses import finite, lost_most, mean_shares
 from holdfast.studies.processes import Tell
@@ -165,11 +166,7 @@ class PublishedRadius:
     processor_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.attack is not None and self.radius > self.attack:
-            raise SoundnessError(
-                f"{self.method} proves {self.radius:.4g} for image {self.place} and an attack succeeds at "
-                f"{self.attack:.4g}; please report"
-            )
+        check_attacked(self.method, self.radius, f"image {self.place}", self.attack)
 
 
 @final

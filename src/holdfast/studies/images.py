@@ -20,7 +20,7 @@ from torch import Tensor
 from holdfast.attacks.auto_pgd import AutoPgd
 from holdfast.certification import certify
 from holdfast.data import Dataset, load
-from holdfast.errors import InputError, SoundnessError
+from holdfast.errors import InputError
 from holdfast.graph import to_network
 from holdfast.models import Transformer
 from holdfast.models import load as load_model
@@ -30,6 +30,7 @@ from holdfast.report.numbers import down
 from holdfast.report.style import PALETTE, draw_range, new_figure
 from holdfast.results import CertificationRun
 from holdfast.storage import make_folder, read_metadata
+from holdfast.studies.attacked import check_attacked
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 
@@ -73,10 +74,7 @@ class ImageModel:
 
     def __post_init__(self) -> None:
         for i, (radius, nearest) in enumerate(zip(self.radius, self.attack, strict=False)):  # fewer are attacked
-            if nearest is not None and radius > nearest:
-                raise SoundnessError(
-                    f"{radius} is proved for image {i}, an attack succeeds at {nearest}; please report"
-                )
+            check_attacked("the certificate", radius, f"image {i}", nearest)
 
     def certified(self, radius: float) -> float:
         """The share of the images that are right and proved to stay so."""

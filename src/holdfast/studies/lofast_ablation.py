@@ -13,10 +13,9 @@ from torch import Tensor
 
 from holdfast import api
 from holdfast.attention import AttentionLayer
-from holdfast.data import load
 from holdfast.report.style import PALETTE, new_figure
 from holdfast.results import Guarantee
-from holdfast.studies.lofast_layer import CONFIG, TRIED, LayerTraining, entering, first_layer, layer_training
+from holdfast.studies.lofast_layer import CONFIG, TRIED, LayerTraining, layer_and_input, layer_training
 from holdfast.studies.processes import Tell
 from holdfast.studies.statements import Statement, judged, statement_page, statement_table, to_json
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
@@ -88,9 +87,7 @@ class LofastFigure3(Study[AblationParameters]):
         if part.kind == "training":
             return layer_training(parameters.config, parameters.epochs, place, tell)
         name, size = part.work
-        layer, model = first_layer(parameters.config, parameters.epochs, place)
-        data = load(read_training(parameters.config).data.name, None, place.data_dir)
-        x = entering(model, data.inputs[:1], parameters.norm)[0]
+        layer, x = layer_and_input(parameters.config, parameters.epochs, 0, parameters.norm, place)
         theorem, best = [], []
         for sample in range(parameters.samples if size else 1):
             moved, at = perturbed(layer, x, name, size, sample)

@@ -22,12 +22,13 @@ from holdfast.attacks.auto_pgd import AutoPgd
 from holdfast.attacks.minimal import MinimalAttack
 from holdfast.compositions import certify_inputs
 from holdfast.data import Dataset, load
-from holdfast.errors import InputError, SoundnessError, UnknownNameError
+from holdfast.errors import InputError, UnknownNameError
 from holdfast.linalg.certified import GIB
 from holdfast.models import ModelConfig, Transformer, named_configs
 from holdfast.network.network import Network
 from holdfast.report.numbers import down, up
 from holdfast.results import Guarantee
+from holdfast.studies.attacked import check_attacked
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Workplace
 from holdfast.train.config import TrainingConfig, read_training
@@ -119,11 +120,7 @@ class CertifiedNetwork:
     def __post_init__(self) -> None:
         for method, radii in self.radius.items():
             for i, (radius, nearest) in enumerate(zip(radii, self.attack, strict=True)):
-                if nearest is not None and radius > nearest:
-                    raise SoundnessError(
-                        f"{method} certifies {radius:.4g} for input {i} of {self.values} and an attack succeeds at "
-                        f"{nearest:.4g}; please report"
-                    )
+                check_attacked(method, radius, f"input {i} of {self.values}", nearest)
 
     @property
     def ours(self) -> str:

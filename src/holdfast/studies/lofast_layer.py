@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import ClassVar, final
 
 import torch
+from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -64,8 +65,17 @@ def _training(config: str, epochs: int) -> TrainingConfig:
     return replace(chosen, train=replace(chosen.train, epochs=epochs, precision="float32"))
 
 
+def layer_and_input(
+    config: str, epochs: int, image: int, norm: float, place: Workplace
+) -> tuple[AttentionLayer, Float[Tensor, "n d"]]:
+    """The first attention of the trained network, and what enters it for an image, scaled to this Frobenius norm."""
+    layer, model = _first_layer(config, epochs, place)
+    data = load(read_training(config).data.name, None, place.data_dir)
+    return layer, _entering(model, data.inputs[image : image + 1], norm)[0]
+
+
 @lru_cache(maxsize=1)
-def first_layer(config: str, epochs: int, place: Workplace) -> tuple[AttentionLayer, Transformer]:
+def _first_layer(config: str, epochs: int, place: Workplace) -> tuple[AttentionLayer, Transformer]:
     """The first attention of the trained network, and the network."""
     folder = trained_network(config, epochs, place, lambda share: None)
     model = load_model(folder / "model.safetensors")
@@ -75,7 +85,7 @@ def first_layer(config: str, epochs: int, place: Workplace) -> tuple[AttentionLa
     raise HoldfastError(f"{config!r} has no attention")
 
 
-def entering(model: Transformer, images: Tensor, norm: float) -> Tensor:
+def _entering(model: Transformer, images: Tensor, norm: float) -> Tensor:
     """(b, n, d) what enters the first attention, scaled to this Frobenius norm."""
     x = model.encode(images)
     for stage in model.to_network().stages:
@@ -221,9 +231,7 @@ class LayerStudy(Study[LayerParameters]):
         if part.kind == "training":
             return layer_training(parameters.config, parameters.epochs, place, tell)
         image, norm = part.work
-        layer, model = first_layer(parameters.config, parameters.epochs, place)
-        data = load(read_training(parameters.config).data.name, None, place.data_dir)
-        x = entering(model, data.inputs[image : image + 1], norm)[0]
+        layer, x = layer_and_input(parameters.config, parameters.epochs, image, norm, place)
         return curves(layer, x, image, norm, parameters.eps, parameters.guarantee)
 
 

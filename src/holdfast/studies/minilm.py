@@ -23,13 +23,14 @@ from holdfast import data as datasets
 from holdfast.attacks.minimal import MinimalAttack
 from holdfast.clock import processor_seconds
 from holdfast.compositions import certify_inputs, compositions
-from holdfast.errors import InputError, MemoryLimitError, NotApplicableError, SoundnessError
+from holdfast.errors import InputError, MemoryLimitError, NotApplicableError
 from holdfast.graph import to_network
 from holdfast.graph.perturbation import attends
 from holdfast.linalg.rounding import Ball
 from holdfast.network.network import Network, run
 from holdfast.report.style import PALETTE, new_figure
 from holdfast.results import Guarantee
+from holdfast.studies.attacked import check_attacked
 from holdfast.studies.losses import finite, lost_most, mean_shares
 from holdfast.studies.minilm_training import RANDOM, FineTuned, FineTuning, fine_tuned, tokens
 from holdfast.studies.processes import Tell
@@ -113,12 +114,8 @@ class SentenceWord:
 
     def __post_init__(self) -> None:
         for proof in self.proofs:
-            proved = proof.guarantee == "proved" and proof.radius is not None
-            if self.attack is not None and proved and (proof.radius or 0.0) > self.attack:
-                raise SoundnessError(
-                    f"{proof.method} proves {proof.radius:.4g} for {self.word!r} of {self.sentence!r} and an attack "
-                    f"succeeds at {self.attack:.4g}; please report"
-                )
+            if proof.guarantee == "proved" and proof.radius is not None:
+                check_attacked(proof.method, proof.radius, f"{self.word!r} of {self.sentence!r}", self.attack)
 
 
 @final

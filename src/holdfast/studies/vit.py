@@ -22,11 +22,12 @@ from torch import Tensor
 from holdfast.attacks.minimal import MinimalAttack
 from holdfast.clock import peak_memory, processor_seconds
 from holdfast.compositions import certify_inputs, compositions
-from holdfast.errors import InputError, SoundnessError
+from holdfast.errors import InputError
 from holdfast.graph import to_network
 from holdfast.models.digits import DigitsViT
 from holdfast.network.network import Network
 from holdfast.storage import make_folder, read_metadata, read_tensors, write_tensors
+from holdfast.studies.attacked import check_attacked
 from holdfast.studies.beside_attack import draw_beside_attack
 from holdfast.studies.jasmin import load_digits
 from holdfast.studies.processes import Tell
@@ -96,11 +97,7 @@ class VitDigit:
 
     def __post_init__(self) -> None:
         for method, radius in self.radii.items():
-            if self.attack is not None and radius > self.attack:
-                raise SoundnessError(
-                    f"{method} proves {radius:.4g} for digit {self.place} of {self.setting.name} and an attack "
-                    f"succeeds at {self.attack:.4g}; please report"
-                )
+            check_attacked(method, radius, f"digit {self.place} of {self.setting.name}", self.attack)
 
 
 def medians(digits: Sequence[VitDigit]) -> dict[str, float | None]:

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from holdfast.attacks.minimal import MinimalAttack
 from holdfast.clock import processor_seconds
 from holdfast.compositions import certify_inputs, compositions
-from holdfast.errors import InputError, SoundnessError
+from holdfast.errors import InputError
 from holdfast.graph import Readings, to_network
 from holdfast.graph.onnx import OnnxModel
 from holdfast.report.style import BLUE, GREEN, new_figure
+from holdfast.studies.attacked import check_attacked
 from holdfast.studies.crown import crown_radius, require_auto_lirpa
 from holdfast.studies.losses import finite, lost_most, mean_shares
 from holdfast.studies.processes import Tell
@@ -103,11 +104,7 @@ class ImageRadius:
     unfinished: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.attack is not None and self.radius > self.attack:
-            raise SoundnessError(
-                f"{self.method} proves {self.radius:.4g} for image {self.image} of {self.network} and an attack "
-                f"succeeds at {self.attack:.4g}; please report"
-            )
+        check_attacked(self.method, self.radius, f"image {self.image} of {self.network}", self.attack)
 
 
 @final

@@ -25,13 +25,14 @@ from holdfast.attacks.minimal import MinimalAttack
 from holdfast.compositions import certify_inputs, compositions
 from holdfast.data import Dataset, load
 from holdfast.data.sst2 import PADDING
-from holdfast.errors import InputError, SoundnessError
+from holdfast.errors import InputError
 from holdfast.layers.tokens.embedding import Place
 from holdfast.models import Transformer
 from holdfast.models import load as load_model
 from holdfast.network.centre import Centre
 from holdfast.network.network import Network
 from holdfast.storage import write_text
+from holdfast.studies.attacked import check_attacked
 from holdfast.studies.beside_attack import draw_beside_attack
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
@@ -65,11 +66,7 @@ class MovedText:
     others: int | None = None
 
     def __post_init__(self) -> None:
-        if self.attack is not None and self.radius > self.attack:
-            raise SoundnessError(
-                f"{self.method} proves {self.radius:.4g} for {self.text!r} and an attack succeeds at "
-                f"{self.attack:.4g}; please report"
-            )
+        check_attacked(self.method, self.radius, repr(self.text), self.attack)
 
 
 @final

@@ -104,7 +104,7 @@ class YudinCifarStudy(Study[YudinCifarParameters]):
     name = "yudin-cifar10"
     title = "JaSMin and a spectral penalty on CIFAR-10: accuracy, local constants, attacks of a small ViT (needs a GPU)"
     paper = "yudin2025"
-    minutes = 40
+    minutes = 8
     memory = 4
     parameters = YudinCifarParameters
     kinds: ClassVar = {"training": CifarNetwork, "attention": CifarAttention}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
 
@@ -13,10 +12,10 @@ from torch import Tensor
 from holdfast.api import attack
 from holdfast.attention import AttentionLayer
 from holdfast.bounds import Bound, bounds
-from holdfast.errors import NotApplicableError
 from holdfast.results import BoundResult, Guarantee
 from holdfast.testing.every import over
-from holdfast.testing.layers import Case, cases, elsewhere, members, typical
+from holdfast.testing.layers import Case, elsewhere, members, typical
+from holdfast.testing.methods import MethodConformance
 
 RADII = (0.0, 1e-6, 0.03, 1.0, 10.0)
 SOME = (0.03, 1.0)  # for what holds at each radius alike
@@ -25,51 +24,17 @@ _ALIKE = 1e-8  # where the same norms are proved, beside other ones
 _NOTHING = 1e-100  # what proved arithmetic makes of zero stays far below
 
 
-def _applicable(kit: BoundConformance) -> list[Case]:
-    return [case for case in kit.cases() if bounds[kit.name()].refusal(case.layer) is None]
+_every = over(lambda kit: kit._applicable())
+_typical = over(lambda kit: typical(kit._applicable()))
 
 
-_every = over(_applicable)
-_typical = over(lambda kit: typical(_applicable(kit)))
-
-
-class BoundConformance(ABC):
+class BoundConformance(MethodConformance):
     """A bound is not below what is attained, grows with the radius, and follows the symmetries of attention.
 
     The tests run over the cases that the bound does not refuse.
     """
 
-    @abstractmethod
-    def name(self) -> str:
-        """The name under which the bound is registered."""
-
-    def cases(self) -> Sequence[Case]:
-        """Layers of every kind."""
-        return cases()
-
     # -- what it says about itself
-
-    def test_metadata_is_complete(self) -> None:
-        bound = self._bound()
-        assert bound in bounds.values()
-        assert bound.name == self.name()
-        assert bound.side == "upper"
-        assert bound.scope in ("ball at x", "point", "ball at 0")
-        assert bound.guarantees
-        for text in (bound.cost, bound.reference, bound.assumptions, type(bound).__doc__):
-            assert text is not None
-            assert text.strip()
-
-    def test_applies_somewhere_and_refuses_the_rest(self) -> None:
-        assert _applicable(self)
-        for case in self.cases():
-            if case not in _applicable(self):
-                try:
-                    self._result(case)
-                except NotApplicableError as error:
-                    assert self.name() in str(error)  # noqa: PT017 - the kit does without pytest
-                else:
-                    raise AssertionError(f"{case.name} was refused and yet bounded")
 
     @_typical
     def test_result_says_what_it_is(self, typical: Case) -> None:
@@ -161,6 +126,15 @@ class BoundConformance(ABC):
 
     def _bound(self) -> Bound:
         return bounds[self.name()]
+
+    def _registered(self) -> Sequence[Bound]:
+        return bounds.values()
+
+    def _applicable(self) -> list[Case]:
+        return [case for case in self.cases() if self._bound().refusal(case.layer) is None]
+
+    def _call(self, case: Case) -> BoundResult:
+        return self._result(case)
 
     def _symmetry(self) -> float:
         """To which relative precision a layer in other coordinates has the same bound."""

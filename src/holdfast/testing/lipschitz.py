@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cache
 from typing import final
@@ -15,11 +15,11 @@ from torch import Tensor
 from holdfast.api import lipschitz_attack
 from holdfast.attention import AttentionJacobian
 from holdfast.bounds import BallBound, LipschitzBound, PointBound, ball_bounds, point_bounds
-from holdfast.errors import NotApplicableError
 from holdfast.results import Guarantee, LipschitzResult
 from holdfast.testing.bounds import dense_jacobian
 from holdfast.testing.every import over
-from holdfast.testing.layers import Case, cases, elsewhere, members, typical
+from holdfast.testing.layers import Case, elsewhere, members, typical
+from holdfast.testing.methods import MethodConformance
 
 RADII = (0.0, 0.1, 2.5)
 EXPONENTS = (1.0, 1.5, 2.0, 4.0, math.inf)
@@ -28,24 +28,12 @@ _NOTHING = 1e-100  # what proved arithmetic makes of zero stays far below
 _POINTS = 16
 
 
-def _applicable(kit: _SlopeConformance) -> list[Case]:
-    return [case for case in kit.cases() if kit._bound().refusal(case.layer) is None]
+_every = over(lambda kit: kit._applicable())
+_typical = over(lambda kit: typical(kit._applicable()))
 
 
-_every = over(_applicable)
-_typical = over(lambda kit: typical(_applicable(kit)))
-
-
-class _SlopeConformance(ABC):
+class _SlopeConformance(MethodConformance):
     """What both kinds have in common; the tests run over the cases that the bound does not refuse."""
-
-    @abstractmethod
-    def name(self) -> str:
-        """The name under which the bound is registered."""
-
-    def cases(self) -> Sequence[Case]:
-        """Layers of every kind."""
-        return cases()
 
     @abstractmethod
     def _bound(self) -> PointBound | BallBound:
@@ -55,28 +43,13 @@ class _SlopeConformance(ABC):
     def _call(self, case: Case, guarantee: Guarantee = "proved") -> LipschitzResult:
         """The bound at the case."""
 
+    def _registered(self) -> Sequence[LipschitzBound]:
+        return [*point_bounds.values(), *ball_bounds.values()]
+
+    def _applicable(self) -> list[Case]:
+        return [case for case in self.cases() if self._bound().refusal(case.layer) is None]
+
     # -- what it says about itself
-
-    def test_metadata_is_complete(self) -> None:
-        bound = self._bound()
-        assert isinstance(bound, LipschitzBound)
-        assert bound.name == self.name()
-        assert bound.side == "upper"
-        assert bound.guarantees
-        for text in (bound.cost, bound.reference, bound.assumptions, type(bound).__doc__):
-            assert text is not None
-            assert text.strip()
-
-    def test_applies_somewhere_and_refuses_the_rest(self) -> None:
-        assert _applicable(self)
-        for case in self.cases():
-            if case not in _applicable(self):
-                try:
-                    self._call(case)
-                except NotApplicableError as error:
-                    assert self.name() in str(error)  # noqa: PT017 - the kit does without pytest
-                else:
-                    raise AssertionError(f"{case.name} was refused and yet bounded")
 
     @_typical
     def test_result_says_what_it_is(self, typical: Case) -> None:

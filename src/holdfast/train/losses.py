@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from holdfast.attention.layer import split_heads
-from holdfast.errors import InputError
+from holdfast.errors import InputError, check_counts
 from holdfast.layers import SelfAttention
 from holdfast.registry import Registry
 from holdfast.train.forward import ForwardPass, features, logits_of
@@ -145,8 +145,7 @@ class Pgd(Loss):
 
     def __post_init__(self) -> None:
         _check_temperature(self.temperature)
-        if self.steps < 1:
-            raise InputError(f"steps is {self.steps}; expected at least 1")
+        check_counts(steps=self.steps)
 
     @property
     def runs_again(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from holdfast import api
-from holdfast.errors import InputError
+from holdfast.errors import InputError, check_counts
 from holdfast.graph.program import ModelInputs
 from holdfast.graph.trace import TracedLayer, Tracer
 from holdfast.linalg import MatrixOperator, estimate
@@ -102,9 +102,7 @@ class Monitor:
         growth: float = 2.0,
         window: int = 5,
     ) -> None:
-        for name, count in (("every", every), ("window", window)):
-            if count < 1:
-                raise InputError(f"{name} is {count}; expected at least 1")
+        check_counts(every=every, window=window)
         if not growth > 1:
             raise InputError(f"growth is {growth}; expected a factor above 1")
         self.every, self.growth, self.window = every, growth, window

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from holdfast.errors import InputError
+from holdfast.errors import check_counts
 from holdfast.vnnlib.specification import Box, OutputCase
 
 #: Outputs (b, k) of inputs (b, i); differentiable.
@@ -34,9 +34,7 @@ class Search:
     steps: int = 40
 
     def __post_init__(self) -> None:
-        for name, count in vars(self).items():
-            if count < 1:
-                raise InputError(f"{name} is {count}; expected at least 1")
+        check_counts(**vars(self))
 
     def __call__(
         self, outputs: Outputs, box: Box, seed: int, overdue: Callable[[], bool] = bool

@@ -18,7 +18,7 @@ from holdfast.layers.expansion import LocalExpansion
 from holdfast.layers.piece import LinearPiece, Piece
 from holdfast.linalg import Ball, forms
 from holdfast.linalg.directions import Directions
-from holdfast.linalg.rounding import UNIT, frobenius_upper, gamma
+from holdfast.linalg.rounding import UNIT, frobenius_upper, gamma, up
 from holdfast.linalg.squarings import gram_norm
 from holdfast.network.network import Network, Residual
 
@@ -133,7 +133,7 @@ class Expansion:
         c = Ball.exact(self._head.bias.to(self.x))
         value = (rows @ Ball.exact(self.features.mT)).squeeze(-1) + (c[y].unsqueeze(-1) - c)
         self._rows, self.margins = rows.mid, value.lower
-        self._lengths = frobenius_upper(self._rows, (-1,)) * (1 + 1e-12)  # (b, classes)
+        self._lengths = up(frobenius_upper(self._rows, (-1,)), 1e-12)  # (b, classes)
         unit = torch.eye(p, dtype=torch.float64, device=self.x.device).reshape(p, 1, n, d).expand(p, b, n, d)
         J = self._jets_at_features(unit, 1)
         self.gradient = torch.einsum("bjc,tbc->bjt", self._rows, J.squeeze(-2))
@@ -223,13 +223,13 @@ class Expansion:
                 inside = False
             lost.append((k, size))
         error = self._error(len(self.spots), lost)
-        whole = (_length(columns, None) + error) * (1 + 1e-12)
+        whole = up(_length(columns, None) + error, 1e-12)
         adjoint = torch.einsum("tbc,bjc->jbt", columns.squeeze(-2), self._rows).reshape(-1, b, m, d)
         slack = (error + whole * gamma(2 * self._rows.shape[-1] + 8)).unsqueeze(-1) * self._lengths
         scaled = adjoint if scale is None else adjoint * scale
         slack = slack if scale is None else slack * scale.abs().amax()
         blocks = torch.linalg.vector_norm(scaled, dim=-1).movedim(0, 1) + slack.unsqueeze(-1)  # (b, classes, m)
-        self._ends[source] = Passage(blocks * (1 + 1e-12), slack, whole)
+        self._ends[source] = Passage(up(blocks, 1e-12), slack, whole)
         return adjoint
 
     def _inside(self, source: int) -> bool:
@@ -260,20 +260,20 @@ class Expansion:
             if spot.curved is not None:
                 F = self._arriving(k, carried, eps)
                 third = spot.curved.third(F, eps)
-                fourth = spot.curved.fourth(forms.root(F) * eps.unsqueeze(-1) * (1 + 1e-10), eps)
+                fourth = spot.curved.fourth(up(forms.root(F) * eps.unsqueeze(-1), 1e-10), eps)
                 total = total + (end.blocks @ fourth.unsqueeze(-1)).squeeze(-1)
                 # The twist was seen by computed adjoints; it is what `third` has beyond `fourth`.
                 twist = forms.trace(third) * eps.unsqueeze(-1).square() + fourth
                 total = total + end.error * torch.linalg.vector_norm(twist, dim=-1, keepdim=True)
             carried.append((third, _defect(spot, eps)))
-        return total * (1 + 1e-9)
+        return up(total, 1e-9)
 
     def rounding(self, eps: Float64[Tensor, " b"]) -> Float64[Tensor, "b classes"]:
         """A bound of what rounding does to the polynomials' values on that ball."""
         total = self._last[0] * eps + self._last[1] * eps**2
         for k, spot in enumerate(self.spots):
             total = total + self._ends[k].whole * (_defect(spot, eps) + spot.defects[3] * eps**3)
-        return total.unsqueeze(-1) * self._lengths * (1 + 1e-9)
+        return up(total.unsqueeze(-1) * self._lengths, 1e-9)
 
     def _arriving(self, k: int, carried: list[tuple[Tensor | None, Tensor]], eps: Tensor) -> Tensor:
         """(b, n, p, p) the size of F at the input of a spot: what earlier spots left out, and rounding."""
@@ -286,12 +286,12 @@ class Expansion:
             if third is not None:
                 A = A + (passage.blocks @ third.flatten(-2, -1)).reshape(*A.shape)
         A = forms.firm(A)
-        return forms.plus(forms.square(A, eps), forms.unit(A, constant / eps.unsqueeze(-1))) * (1 + 1e-10)
+        return up(forms.plus(forms.square(A, eps), forms.unit(A, constant / eps.unsqueeze(-1))), 1e-10)
 
 
 def _defect(spot: Spot, eps: Tensor) -> Tensor:
     """(b) the local rounding error of a spot's jets up to the second order."""
-    return (spot.defects[0] + spot.defects[1] * eps + spot.defects[2] * eps**2) * (1 + 1e-10)
+    return up(spot.defects[0] + spot.defects[1] * eps + spot.defects[2] * eps**2, 1e-10)
 
 
 def _through_linear(spot: Spot, jets: Tensor, count: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -302,14 +302,14 @@ def _through_linear(spot: Spot, jets: Tensor, count: Tensor | None) -> tuple[Ten
 
 def _measure(columns: Tensor, shape: tuple[int, int], scale: Tensor | None, error: Tensor) -> Passage:
     """Norms of the Jacobian whose columns (m d, b, n, c) belong to the tokens and channels of the source."""
-    whole = (_length(columns, None) + error) * (1 + 1e-12)
+    whole = up(_length(columns, None) + error, 1e-12)
     S = columns.reshape(*shape, *columns.shape[1:]).permute(2, 3, 0, 1, 4)  # (b, i, i', d, c)
     if scale is not None:
         S, error = S * scale.reshape(-1, 1), error * scale.abs().amax()
     gram = S.mT @ S if S.shape[-1] <= S.shape[-2] else S @ S.mT
     lengths = torch.linalg.matrix_norm(S).square()
     blocks = gram_norm(gram, gamma(max(S.shape[-2:])) * lengths * 2) + error[:, None, None]
-    return Passage(blocks * (1 + 1e-12), error, whole)
+    return Passage(up(blocks, 1e-12), error, whole)
 
 
 def _length(jets: Tensor, count: Tensor | None) -> Tensor:
@@ -317,4 +317,4 @@ def _length(jets: Tensor, count: Tensor | None) -> Tensor:
     squares = jets.square().sum((-2, -1))
     if count is not None:
         squares = squares * count.unsqueeze(-1)
-    return squares.sum(0).sqrt() * (1 + 1e-12)
+    return up(squares.sum(0).sqrt(), 1e-12)

@@ -9,7 +9,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from holdfast.linalg import Ball
-from holdfast.linalg.rounding import frobenius, frobenius_upper, gamma
+from holdfast.linalg.rounding import frobenius, frobenius_upper, gamma, up
 
 _STEPS = 60
 
@@ -43,7 +43,7 @@ class Cubic:
         rho = frobenius_upper(square - back.mid) + frobenius_upper(back.rad) + 2 * rounding
         negative = gamma(4 * T.shape[-1]) * torch.linalg.matrix_norm(root) * T.shape[-1]
         eye = torch.eye(T.shape[-1], dtype=T.dtype, device=T.device)
-        self._P = root + (rho.sqrt() + 2 * negative)[..., None, None] * eye * (1 + 1e-12)
+        self._P = root + up((rho.sqrt() + 2 * negative)[..., None, None] * eye, 1e-12)
 
     def least(self, eps: Float64[Tensor, "*b"]) -> Float64[Tensor, "*b"]:
         """A lower bound of the minimum over ‖G‖ <= eps.

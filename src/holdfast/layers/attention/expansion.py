@@ -7,6 +7,9 @@ output map, and ν_j the change of the values, minus its mean. With E the mean u
 
 because E[t] = E[ṽ] = E[ν] = 0. Everything on the right is a product or a series of quantities of known degree. A row's
 keys are measured together: |E[x y]| <= |x||y| with |x|² = E[x²], and taking off a mean makes that no larger.
+
+The first two derivatives are those of `attention/derivatives.py`, written once more because the rest is bounded by the
+jets of queries, keys, values and logits themselves, which are kept from one degree to the next.
 """
 
 from __future__ import annotations
@@ -17,14 +20,14 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
-from holdfast.attention.common import less_common
+from holdfast.attention.common import centred, less_common
 from holdfast.attention.layer import join_heads, merge_heads, project, split_heads
 from holdfast.layers.attention.positions import Positions
 from holdfast.layers.expansion import LocalExpansion
 from holdfast.linalg import Ball, forms
 from holdfast.linalg.directions import Directions
 from holdfast.linalg.graded import Graded, smaller
-from holdfast.linalg.rounding import frobenius_upper
+from holdfast.linalg.rounding import frobenius_upper, up
 from holdfast.linalg.squarings import thin_gram_norm
 
 if TYPE_CHECKING:
@@ -51,7 +54,7 @@ class LocalAttention(LocalExpansion):
             self._coefficient(error, size)
         for weight in maps:
             self._coefficient(frobenius_upper(weight.rad), frobenius_upper(weight.mid))
-        self._coefficient(p.rad.sum(-1).amax((-2, -1)) * (1 + 1e-12), torch.ones_like(self.theta))
+        self._coefficient(up(p.rad.sum(-1).amax((-2, -1)), 1e-12), torch.ones_like(self.theta))
         self._w_q, self._w_k, self._w_v, self._w_o = (weight.mid for weight in maps)
         self._size_q, self._size_k = (frobenius_upper(w) * at.absolute for w in (self._w_q, self._w_k))
         self._q, self._k, self._v, self._p = q.mid, k.mid, v.mid, p.mid
@@ -85,33 +88,37 @@ class LocalAttention(LocalExpansion):
         size = torch.linalg.vector_norm(self._k, dim=-1).amax((-2, -1)) * self._size_q
         self._query_size = size.reshape(-1, 1, 1)
         lost = 64 * self.theta.reshape(-1, 1, 1) * self._query_size
-        self._by_query = torch.linalg.vector_norm(by_query, dim=-1) * (1 + 1e-12) + lost.unsqueeze(-1)
+        self._by_query = up(torch.linalg.vector_norm(by_query, dim=-1), 1e-12) + lost.unsqueeze(-1)
         self._by_query_std = thin_gram_norm(weight * by_query) * slack + lost
         size = torch.linalg.vector_norm(self._q, dim=-1).amax((-2, -1)) * self._size_k
         lost = (64 * self.theta * size).reshape(-1, 1, 1)
-        self._by_key = self._at.longest(self._q, w_k, self._seen) * (1 + 1e-12) + lost  # ‖a_i‖
-        self._norm_q, self._norm_k = (thin_gram_norm(w, 3) * (self._at.norm * (1 + 1e-15)) for w in (w_q, w_k))
+        self._by_key = up(self._at.longest(self._q, w_k, self._seen), 1e-12) + lost  # ‖a_i‖
+        self._norm_q, self._norm_k = (thin_gram_norm(w, 3) * up(self._at.norm, 1e-15) for w in (w_q, w_k))
         size = frobenius_upper(self._w_v) * frobenius_upper(self._w_o)
         self._norm_v = thin_gram_norm(w_v @ self._outer, 3) + 1e-12 * size
 
     # -- jets
 
     def push(self, a: Tensor) -> Tensor:
-        q, k, v = self._projected(a)
-        s = self._centred(q @ self._k.mT + self._q @ k.mT)
-        return self._out((self._p * s) @ self._v + self._p @ v, a)
+        *_, out = self._along(a)
+        return out
 
     def _first(self, J: Tensor) -> Tensor:
-        self._q1, self._k1, self._v1 = self._projected(J)
-        self._s1 = s = self._centred(self._q1 @ self._k.mT + self._q @ self._k1.mT)
-        return self._out((self._p * s) @ self._v + self._p @ self._v1, J)
+        self._q1, self._k1, self._v1, self._s1, out = self._along(J)
+        return out
+
+    def _along(self, a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys, values and logits minus their means along tangents, and the derivative."""
+        q, k, v = self._projected(a)
+        s = centred(self._p, q @ self._k.mT + self._q @ k.mT)
+        return q, k, v, s, self._out((self._p * s) @ self._v + self._p @ v, a)
 
     def _second(self, H: Tensor) -> Tensor:
         self._q2, self._k2, self._v2 = self._projected(H)
         some = self._some_pairs()
         s = torch.cat([self._logits_along(pairs) for pairs in some])
         self._sizes(s)
-        self._P2 = self._centred(self._s1[self.directions.first] * self._s1[self.directions.second] + s)
+        self._P2 = centred(self._p, self._s1[self.directions.first] * self._s1[self.directions.second] + s)
         del s
         return torch.cat([self._out(self._means_along(pairs), H[pairs]) for pairs in some])
 
@@ -120,7 +127,7 @@ class LocalAttention(LocalExpansion):
         i, j, q, k = self.directions.first[pairs], self.directions.second[pairs], self._q2[pairs], self._k2[pairs]
         left = torch.cat([q, self._q.expand_as(q), self._q1[i], self._q1[j]], -1)
         right = torch.cat([self._k.expand_as(k), k, self._k1[j], self._k1[i]], -1)
-        return self._centred(left @ right.mT)
+        return centred(self._p, left @ right.mT)
 
     def _means_along(self, pairs: Tensor) -> Tensor:
         """The heads' outputs for some pairs."""
@@ -133,9 +140,6 @@ class LocalAttention(LocalExpansion):
         """Queries, keys and values of tangents, (t, b, h, n, k)."""
         q, k, v = (split_heads(a @ w, self._h) for w in (self._w_q, self._w_k, self._w_v))
         return self._at.turn(q), self._at.turn(k), v
-
-    def _centred(self, f: Tensor) -> Tensor:
-        return f - (self._p * f).sum(-1, keepdim=True)
 
     def _out(self, y: Tensor, a: Tensor) -> Tensor:
         out: Tensor = merge_heads(y) @ self._w_o
@@ -167,7 +171,7 @@ class LocalAttention(LocalExpansion):
             for of, lost in ((linear, lost1), (quadratic, lost2))
         )
         self._size_s = [
-            torch.linalg.vector_norm(self._s1, dim=0) * (1 + 1e-12) + lost1.unsqueeze(-1),
+            up(torch.linalg.vector_norm(self._s1, dim=0), 1e-12) + lost1.unsqueeze(-1),
             alone + lost2.unsqueeze(-1),
         ]
         self._spread_s = [forms.root(self._logits[0]), forms.root(self._bends[0])]
@@ -224,7 +228,7 @@ class LocalAttention(LocalExpansion):
         turned = torch.einsum("hck,bhnk...->bhnc...", factor, rows)
         flat = turned if k == 1 else turned.flatten(-3, -2)
         missed = (off.reshape(-1, 1) * rows.flatten(3).square().sum(-1)).sqrt()
-        return forms.of_rows(flat) * (1 + 1e-10) + forms.unit(flat, missed)
+        return up(forms.of_rows(flat), 1e-10) + forms.unit(flat, missed)
 
     def _mean(self, A: Tensor) -> Tensor:
         """(b, h, j, p, p) to (b, h, i, p, p): the mean over the keys of every row."""
@@ -280,8 +284,7 @@ class LocalAttention(LocalExpansion):
         )
         moved = moved + e.square() * forms.root(mean).square() * (self._value_far + v_far)
         out = out + wide(v_far + moved) * mean
-        total: Tensor = out.sum(1) * (1 + 1e-9)
-        return total
+        return up(out.sum(1), 1e-9)
 
     def fourth(self, F: Tensor, eps: Tensor) -> Tensor:
         p, e = self._most_p, eps.reshape(-1, 1, 1)
@@ -329,13 +332,13 @@ class LocalAttention(LocalExpansion):
         N = straight + crossed + with_v + with_n
         lost = bilinear2.rest * std + crossed.rest + with_v.rest + with_n.rest
         lost = lost + (N * mean).rest + N.total * mean.total.square()
-        total: Tensor = lost.sum(1) * (1 + 1e-9)
-        return total
+        total: Tensor = lost.sum(1)
+        return up(total, 1e-9)
 
     def twist(self, c: Tensor) -> Tensor:
         m = split_heads(c @ self._w_o.mT, self._h)  # (j, b, h, n, k)
         p, s1 = self._p, self._s1
-        g = p * self._centred(m @ self._v.mT)  # (j, b, h, i, j)
+        g = p * centred(self._p, m @ self._v.mT)  # (j, b, h, i, j)
         seen = torch.einsum("jbhik,tbhlk->jtbhil", m, self._v1)
         left = torch.cat([(g.unsqueeze(1) * s1).flatten(-3, -1), (p * seen).flatten(-3, -1)], -1)
         i, j = self.directions.first, self.directions.second

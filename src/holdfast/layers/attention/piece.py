@@ -11,11 +11,12 @@ from torch import Tensor
 from holdfast.attention import AttentionJacobian, AttentionLayer, ValueOperator
 from holdfast.attention.derivatives import AttentionPass
 from holdfast.bounds import bounds
-from holdfast.bounds.best import smallest_of
-from holdfast.bounds.pairs import number_of_pairs
+from holdfast.bounds.base import Need
+from holdfast.bounds.best import for_networks, smallest_of
 from holdfast.bounds.second_order import direct_gain, every_direction, grown_gain, nodes_for, on_nodes
-from holdfast.bounds.taylor import Taylor, curvature_on_balls
+from holdfast.bounds.taylor import curvature_on_balls
 from holdfast.bounds.yudin import slope_on_balls
+from holdfast.errors import NotApplicableError
 from holdfast.layers.attention.expansion import LocalAttention
 from holdfast.layers.expansion import LocalExpansion
 from holdfast.layers.piece import SmoothPiece
@@ -48,6 +49,8 @@ class Attention(SmoothPiece):
 
     def at(self, u: Array) -> AttentionPass[Array]:
         """The layer at u, with its derivatives there: for many derivatives at one point."""
+        if self.layer.q_norm is not None or self.layer.k_norm is not None or self.layer.sinks is not None:
+            raise NotApplicableError(f"the derivatives of a network do not cover {self.layer.beyond_dot_products}")
         return AttentionPass(self.layer, u)
 
     def value(self, u: Array) -> Array:
@@ -78,30 +81,27 @@ class Attention(SmoothPiece):
 
     def held_numbers(self, u: Tensor) -> int:
         tokens = u.shape[-2]
-        return max(u.numel(), self.layer.h * tokens**2, number_of_pairs(self.layer.h, tokens) ** 2)
+        asked = (bound for bound in bounds.values() if bound.in_networks)
+        return max(u.numel(), self.layer.h * tokens**2, *(bound.held_numbers(self.layer, tokens) for bound in asked))
 
-    def reach(self, a: Arithmetic[Array], u: Tensor, rho: Array, method: str = "best") -> Array:
+    def reach(self, a: Arithmetic[Array], u: Tensor, rho: Array, need: Need = "smallest") -> Array:
         """A bound (…, e) of ‖F(u + δ) - F(u)‖_F over ‖δ‖_F <= rho, rho (…, e) or (e).
 
         Args:
             a: the arithmetic.
             u: (…, n, d) float64.
             rho: the radii.
-            method: a name of `holdfast.bound`; "best", or one that does not cover the layer, is the smallest of them.
+            need: what for; the bound is the smallest of those that say that they serve it.
         """
-        here = a.at(self, u)
-        if method != "best" and bounds[method].refusal(self.layer) is None:
-            return smallest_of([bounds[method]], here, self.layer, u, rho).value
-        asked = [b for b in bounds.values() if b.in_networks or (self._capped and b.name == Taylor.name)]
-        return smallest_of(asked, here, self.layer, u, rho).value
+        return smallest_of(for_networks(self.layer, need), a.at(self, u), self.layer, u, rho).value
 
     @property
     def _capped(self) -> bool:
-        """Whether `taylor` alone bounds the curvature."""
+        """Whether norms of scores alone bound the curvature."""
         return self.layer.soft_cap is not None
 
-    def reach_by(self, method: str) -> Callable[[Arithmetic[Any], Tensor, Any], Any]:
-        return partial(self.reach, method=method)
+    def reach_for(self, need: Need) -> Callable[[Arithmetic[Any], Tensor, Any], Any]:
+        return partial(self.reach, need=need)
 
     def slope(self, a: Arithmetic[Array], u: Tensor) -> Array:
         here = a.at(self, u)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from holdfast.attention.rotary import Rotary
 from holdfast.linalg import Array
+from holdfast.linalg.rounding import up
 
 
 @final
@@ -28,7 +29,7 @@ class Positions:
     @property
     def absolute(self) -> float:
         """The same on absolute values: pairs of entries are 2 x 2 matrices, so that this is at most √2 ‖R_i‖."""
-        return 1.0 if self.rotary is None else math.sqrt(2) * self.norm * (1 + 1e-12)
+        return 1.0 if self.rotary is None else up(math.sqrt(2) * self.norm, 1e-12)
 
     def turn(self, q: Array) -> Array:
         """R_i q_i for queries or keys (…, h, n, k) of all tokens."""

@@ -15,13 +15,13 @@ from holdfast.layers.expansion import LocalExpansion
 from holdfast.linalg import Ball, forms
 from holdfast.linalg.directions import Directions
 from holdfast.linalg.graded import Graded
-from holdfast.linalg.rounding import frobenius_upper
+from holdfast.linalg.rounding import frobenius_upper, up
 from holdfast.linalg.squarings import thin_gram_norm
 
 if TYPE_CHECKING:
     from holdfast.layers.norm.piece import Normalisation
 
-_BENT = math.sqrt(4 / 3) * (1 + 1e-15)
+_BENT = up(math.sqrt(4 / 3), 1e-15)
 
 
 @final
@@ -80,7 +80,7 @@ class LocalNormalisation(LocalExpansion):
         self._linear = forms.plus(linear, forms.unit(linear, lost1))
         self._size_w = [forms.root(linear) + lost1, forms.root(self._bend) * c + lost2]
         across = self.directions.full(self._a2.squeeze(-1)).permute(2, 3, 0, 1)
-        a1 = torch.linalg.vector_norm(self._a1.squeeze(-1), dim=0) * (1 + 1e-12)
+        a1 = up(torch.linalg.vector_norm(self._a1.squeeze(-1), dim=0), 1e-12)
         self._size_a = [a1 + lost1, thin_gram_norm(across, 3) / 2 + lost2]
 
     # -- beyond
@@ -91,9 +91,9 @@ class LocalNormalisation(LocalExpansion):
         E = self.moved(F, eps) * forms.wide(c.square())
         B = forms.plus(self._linear, E)
         far = forms.root(F) * c * e
-        alpha = (self._size_a[0] * e + self._size_a[1] * e.square() + far) * (1 + 1e-12)
+        alpha = up(self._size_a[0] * e + self._size_a[1] * e.square() + far, 1e-12)
         beyond = e * forms.root(B) / torch.where(alpha < 1, 1 - alpha, 0.0) ** 3 / 2
-        return (forms.wide(beyond) * B + _BENT * (forms.product(self._linear, E) + E / 2)) * (1 + 1e-10)
+        return up(forms.wide(beyond) * B + _BENT * (forms.product(self._linear, E) + E / 2), 1e-10)
 
     def fourth(self, F: Tensor, eps: Tensor) -> Tensor:
         """Of n g and w g beyond degree 3, ‖n‖ <= 1."""
@@ -101,7 +101,7 @@ class LocalNormalisation(LocalExpansion):
         w = Graded.of(self._size_w[0] * e, self._size_w[1] * e.square(), away)
         a = Graded.of(self._size_a[0] * e, self._size_a[1] * e.square(), away)
         along = inverse_root(a, w * w)
-        return (along.rest + (w * (a + along)).rest) * (1 + 1e-10)
+        return up(along.rest + (w * (a + along)).rest, 1e-10)
 
     def twist(self, c: Tensor) -> Tensor:
         c = c * self._scale
@@ -137,7 +137,7 @@ def inverse_root(a: Graded, b: Graded) -> Graded:
     x = a.times(2.0) + b
     square = x * x
     cube = square * x
-    alpha = a.total * (1 + 1e-12)
+    alpha = up(a.total, 1e-12)
     tail = Graded.of(x.total).all_rest().each(lambda t: t**4 / torch.where(alpha < 1, 1 - alpha, 0.0) ** 9)
     return b.times(0.5) + square.times(0.375) + cube.times(0.3125) + tail.times(35 / 128)
 

@@ -29,7 +29,7 @@ from holdfast.layers.weights import double, number, weight
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
 from holdfast.linalg.directions import Directions
-from holdfast.linalg.rounding import lift
+from holdfast.linalg.rounding import down, lift
 
 _EXACT_WIDTH = 256  # up to this many channels, the norm of every token's Jacobian is computed
 _JUMP = 0.5858  # above 2 - √2
@@ -153,7 +153,7 @@ class Normalisation(SmoothPiece):
 
     def _curvatures(self, p: _Parts[Array], rho: Array) -> Array:
         """(…, e, n) √(4/3) |γ|∞/(√m s²) for every token."""
-        half = math.sqrt(self.kappa) / 2 * (1 - 2.0**-50)
+        half = down(math.sqrt(self.kappa) / 2, 2.0**-50)
         return _largest(p) * (number(4.0, p.m) / (p.m * 3.0)).sqrt() / self._least(p, rho, half)
 
     def _least(self, p: _Parts[Array], rho: Array, sigma: float) -> Array:

@@ -56,8 +56,8 @@ class LocalPerceptron(LocalExpansion):
             self._coefficient(slope.rad.amax((-2, -1)), slope.mid.abs().amax((-2, -1)))
         self._slopes = [slope.mid for slope in slopes]
         self._bends = [self._phi.range(k, self._low, self._high).magnitude for k in (2, 3)]  # |φ''|, |φ'''| at t
-        self._lengths = torch.linalg.vector_norm(self._w1, dim=0) * (1 + 1e-12)
-        self._outer = torch.linalg.vector_norm(self._w2, dim=-1) * (1 + 1e-12)
+        self._lengths = up(torch.linalg.vector_norm(self._w1, dim=0), 1e-12)
+        self._outer = up(torch.linalg.vector_norm(self._w2, dim=-1), 1e-12)
 
     @property
     def output(self) -> torch.Size:
@@ -93,7 +93,7 @@ class LocalPerceptron(LocalExpansion):
         lost1, lost2 = (x.reshape(-1, 1, 1) for x in lost)
         quadratic = [thin_gram_norm(self._quadratic(part)) for part in torch.split(self._h2, 1, 2)]
         self._size_h = [
-            torch.linalg.vector_norm(self._h1, dim=0) * (1 + 1e-12) + lost1,
+            up(torch.linalg.vector_norm(self._h1, dim=0), 1e-12) + lost1,
             torch.cat(quadratic, 1) / 2 + lost2,
         ]
         self._lost1 = lost1
@@ -121,7 +121,7 @@ class LocalPerceptron(LocalExpansion):
 
     def _largest(self, k: int, total: Tensor) -> Tensor:
         """The largest |φ⁽ᵏ⁾| that is reached by units that move by at most `total`."""
-        total = total * (1 + 1e-12)
+        total = up(total, 1e-12)
         return self._phi.range(k, down(self._low - total), up(self._high + total)).magnitude
 
     def third(self, F: Tensor, eps: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class LocalPerceptron(LocalExpansion):
         constant = (weight * ((away + self._lost1 * e) / e).square()).sum(-1).sqrt()
         cubic = forms.plus(linear, forms.unit(linear, constant))
         bent = forms.product(self._crossed, E) + forms.wide(self._curvature) * E / 2
-        return (cubic + bent) * (1 + 1e-10)
+        return up(cubic + bent, 1e-10)
 
     def fourth(self, F: Tensor, eps: Tensor) -> Tensor:
         e = eps.reshape(-1, 1, 1)
@@ -148,7 +148,7 @@ class LocalPerceptron(LocalExpansion):
         lost = self._bends[0] * square.rest / 2 + self._bends[1] * (square * h).rest / 6 + far * total**4 / 24
         # ‖c W₂‖ in two ways, c being known entry by entry.
         joint = torch.linalg.vector_norm(lost, dim=-1) * thin_gram_norm(self._w2, 3)
-        return torch.minimum(joint, lost @ self._outer) * (1 + 1e-10)
+        return up(torch.minimum(joint, lost @ self._outer), 1e-10)
 
     def twist(self, c: Tensor) -> Tensor:
         seen = c @ self._w2.mT  # (j, b, n, units)

@@ -13,8 +13,9 @@ from holdfast.errors import InputError
 from holdfast.layers.piece import Piece
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
+from holdfast.linalg.rounding import up
 
-_APART = math.sqrt(2) * (1 + 1e-12)  # how much two entries may come closer to each other, over the radius
+_APART = up(math.sqrt(2), 1e-12)  # how much two entries may come closer to each other, over the radius
 
 
 @final
