@@ -15,11 +15,7 @@ from torch import Tensor
 from holdfast.attention import AttentionJacobian, AttentionLayer, ValueOperator
 from holdfast.attention.mean_split import CommonPart, Coupling, OtherPart
 from holdfast.bounds.base import Bound, Evaluation, register_bound
-<<<<<<< HEAD
-from holdfast.bounds.over_ball import OverBall
-=======
 from holdfast.bounds.over_ball import OverBall, refuses
->>>>>>> lm
 from holdfast.bounds.score_map import root
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
