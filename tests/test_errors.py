@@ -505,7 +505,7 @@ def test_one_name_for_two_files_is_refused(tmp_path: Path, capsys: pytest.Captur
         ["analyze", "no-such-model", "--text", "a", "--html", run, "--out", run],
     ):
         assert command(arguments) == 2
-        assert "run.jsonl' stands for two files of this command" in capsys.readouterr().err
+        assert "run.jsonl' names two files of this command" in capsys.readouterr().err
     assert (tmp_path / "run.jsonl").read_text() == "what must not be lost"
 
 

@@ -24,7 +24,7 @@ _SHARP = up(2 / math.sqrt(3.0), 2**-48)  # not below the exact value, also after
 @final
 @dataclass(frozen=True, eq=False)
 class HeadNorm:
-    """w ∘ u / √(mean u² + eps) + bias of every query or key, "rms"; "layer" takes the mean of u off first.
+    """w ∘ u / √(mean u² + eps) + bias of every query or key, "rms"; "layer" subtracts the mean of u first.
 
     Args:
         weight: (k), or (heads, k) for weights of each head; the heads of keys are the key-value heads.
@@ -90,7 +90,7 @@ class HeadNorm:
         return u.sum(dims, keepdim=True) / float(count)
 
     def centred(self, u: Array) -> Array:
-        """What is normalised: u, or u less its mean."""
+        """What is normalised: u, or u minus its mean."""
         return u if self.kind == "rms" else u - self.mean(u)
 
     def steepest(self, u: Array, radius: Array) -> Array:

@@ -345,7 +345,7 @@ def squares_at_queries(rotary: Rotary, key: Array, w: Array, p: Array) -> Array:
 
 
 def squares_at_keys(rotary: Rotary, query: Array, w: Array, p: Array | None = None) -> Array:
-    """(…, h, n, n) at (i, j) ‖W_l R_jᵀ q_li‖² for queries (…, h, n, k); with p, of R_jᵀ q_li less its mean over j."""
+    """(…, h, n, n) at (i, j) ‖W_l R_jᵀ q_li‖² for queries (…, h, n, k); with p, of R_jᵀ q_li minus its mean over j."""
     n, k = query.shape[-2:]
     gram, squares = (w.mT @ w).unsqueeze(-3), []
     for rows in blocks(query):

@@ -40,7 +40,7 @@ def estimate(
 
     Args:
         operator: the maps.
-        tolerance: relative accuracy asked for.
+        tolerance: relative accuracy.
         max_iterations: steps after which the value is returned as it stands, with its residual.
         seed: of the random start; one start serves every member of the batch.
     """
@@ -103,7 +103,7 @@ def top_eigenvalue(product: Callable[[Tensor], Tensor], like: Tensor, tolerance:
     Args:
         product: the maps, from (b, m, 1) to (b, m, 1).
         like: any tensor (b, m, …) of the dtype and on the device of the vectors.
-        tolerance: relative accuracy asked for.
+        tolerance: relative accuracy.
         max_steps: after which the value is returned as it stands.
     """
     members, size = like.shape[:2]

@@ -1,4 +1,4 @@
-"""A network at an input: where every piece stands, how far rounding may have led astray, and what is predicted.
+"""A network at an input: the input of every piece, how far rounding may have led astray, and the prediction.
 
 Evaluating a network in balls is sound and cheap, but blind: radii grow with |W|, not with ‖W‖. Where they would hide
 more than a trace of a margin, each piece is evaluated in balls at the float64 tensor ũ_k alone, which gives its local
@@ -160,7 +160,7 @@ class _Slopes:
 
 @final
 class Centre:
-    """A network at a batch of inputs. None of its parts knows it, so that it is gone as soon as nobody asks.
+    """A network at a batch of inputs. None of its parts refers to it, so it is freed as soon as it is no longer used.
 
     Args:
         network: the classifier.

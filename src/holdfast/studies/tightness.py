@@ -195,11 +195,11 @@ class TightnessParameters:
 
     shape: tuple[int, ...] = option((64, 64, 8), "Tokens, width and heads.")
     positions: tuple[str, ...] = option(
-        ("none",), "What tells positions: none, rotary, or qwen3, a layer like its.", grid=True
+        ("none",), "How positions are encoded: none, rotary, or qwen3, a layer like its.", grid=True
     )
-    seeds: int = option(3, "How many random layers for each regime.", grid=True, least=1)
+    seeds: int = option(3, "Number of random layers for each regime.", grid=True, least=1)
     eps: tuple[float, ...] = option(RADII, "Radii.")
-    guarantee: Guarantee = option("numerical", "Of the bounds.")
+    guarantee: Guarantee = option("numerical", "Guarantee of the bounds.")
 
 
 @final

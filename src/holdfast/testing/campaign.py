@@ -1,4 +1,4 @@
-"""The soundness campaign: random layers, and for each of them a search for a point where a bound is below the truth.
+"""The soundness campaign: random layers, and for each a search for a point where a bound is below the truth.
 
 Every bound of the movement over a ball is attacked over its whole ball, and so is every ingredient of `ingredients.py`.
 The pieces of networks are drawn likewise, and each of their constants is attacked.
@@ -145,7 +145,7 @@ def run_campaign(
     Args:
         layers: how many random layers; the seed of layer i is `seed + i`.
         seed: of the first layer.
-        seconds: after so much time no further layer is begun.
+        seconds: time after which no further layer is begun.
         demo: whether the layers of the demo model come first.
         pieces: how many random pieces of networks come last, with seeds as the layers.
         progress: called with the number of layers and pieces done.

@@ -196,7 +196,7 @@ def gaussian_case(
     """Gaussian d x d maps scaled to a spectral norm, divided among the heads, and tokens of one length.
 
     Args:
-        seed: of everything random.
+        seed: for everything random.
         n: tokens.
         d: width, a multiple of h.
         h: heads.

@@ -33,7 +33,7 @@ _PRODUCTS = 2e11  # for the norms of all functions' second orders, at most
 _TWISTS = 3e9  # numbers of all functions' third orders, at most
 _CHUNK = 2**20
 _SQUARINGS = 2
-_TRIPLES = 256  # or pairs, that are looked at together
+_TRIPLES = 256  # or pairs, that are examined together
 
 
 @final
