@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from holdfast.clock import give_back_memory
 from holdfast.compositions.forms.derived import Derived
 from holdfast.compositions.forms.jets import Jets
 from holdfast.compositions.forms.local import Rests
@@ -18,8 +19,8 @@ from holdfast.compositions.forms.region import Region
 from holdfast.compositions.forms.walk import CentreWalk, Covectors
 from holdfast.errors import SoundnessError
 
-_CHUNK = 2**20  # numbers of covectors that are treated together
-_ROOM = 2**25  # numbers of covectors at earlier places that are kept beside jets, about; others are made anew
+_CHUNK = 2**18  # numbers of covectors that are treated together
+_ROOM = 2**23  # numbers of covectors at earlier places that are kept beside jets, about; others are made anew
 _NUMBERS = 6e8  # of covectors at earlier places, beyond which functions are derived from normalisations
 _BUDGET = 2e10  # products for what a batch of covectors turns by
 
@@ -153,7 +154,9 @@ class Batches:
             self._place(i, [self._walk.pulled(some, i, self._region).without_places() for some in parts], error)
             jets.reach(i, C, error)
             self._sights[i] = {}
+            give_back_memory()
         jets.finish()
+        give_back_memory()
         room = float(_ROOM)
         for i in self._walk.curved:
             numbers = sum(self._walk.local(k).numbers for k in self._walk.curved if k < i)

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from holdfast.clock import give_back_memory
 from holdfast.compositions.forms.local import NARROW, THETA, SmoothLocal, second_lengths, token_lengths
 from holdfast.compositions.forms.region import Region
 from holdfast.compositions.forms.third import Triples
@@ -172,12 +173,12 @@ class Jets:
         """Third orders, some triples after the others; squares of all norms are added."""
         walk, twists = self._walk, {}
         for i in list(self._kept):
-            second = self._kept.pop(i)
             size = float(self._sizes[0, i]) * self._longest[i] * (1 + 1e-9)
-            twists[i], self._defects[1, i] = self._local(i).third_order(second, size, self._directions)
+            twists[i], self._defects[1, i] = self._local(i).third_order(self._kept.pop(i), size, self._directions)
         squares = {i: torch.zeros(len(x), dtype=torch.float64) for i, x in self.second.items()}
         sizes, defects = torch.zeros_like(self._sizes)
         some = (Triples.parts(q, self._directions, _TRIPLES) for q in range(self._directions.p))
+        give_back_memory()
         for triples in itertools.chain.from_iterable(some):
             self._in_time()
             count = triples.count

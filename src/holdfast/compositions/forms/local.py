@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 #: Of triples of directions, what a third order is there.
 Twist = Callable[["Triples"], Tensor]
 
+_CHUNK = 2**20
+
 LONGEST = 2**14  # terms of an inner product
 NARROW = 2.0**-23  # of the length of numbers for pairs q <= r: more than what float32 takes of all ordered pairs
 THETA = 2.0**-37  # of absolute values: more than the rounding of a few nested inner products of that length
@@ -34,7 +36,8 @@ def token_lengths(T: Tensor) -> Tensor:
 
 def second_lengths(second: Tensor) -> Tensor:
     """(K) the lengths of second orders (K, pairs) in float32, and more than what that takes of very small numbers."""
-    lengths: Tensor = torch.linalg.vector_norm(second, dim=-1, dtype=torch.float64)
+    parts = torch.split(second, max(1, _CHUNK // max(1, second.shape[-1])))  # each of which is copied in float64
+    lengths = torch.cat([torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64) for part in parts])
     return lengths * (1 + 1e-9) + 1e-30
 
 

@@ -26,7 +26,7 @@ from holdfast.linalg.rounding import down, up
 
 _TOGETHER = 1024  # units whose second orders may cancel in a scalar; those of one token always do
 _SMALL = 1e-100
-_CHUNK = 2**22
+_CHUNK = 2**20
 _TINY = 1e-37  # what float32 takes of a number that is too small for it
 
 

@@ -142,6 +142,7 @@ class Softmax(SmoothLocal):
         total = self._value * on_g + 2 * (logits**2 + 2 * q * k + many) * v + logits * many
         own = float(torch.linalg.vector_norm(second_lengths(second)))
         kept = own * (2 * self._value * (q + k + logits) + 2 * v + logits)
+        kept += 2 * self._value * logits * twists.grown + v * twists.carried
         return at, (64 * self._theta * total + NARROW * kept) * self._outer * (1 + 1e-9)
 
     def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
