@@ -18,6 +18,7 @@ from holdfast.compositions.forms.normalised import Normalised
 from holdfast.compositions.forms.region import Region
 from holdfast.compositions.forms.walk import CentreWalk, Covectors
 from holdfast.errors import SoundnessError
+from holdfast.linalg.rounding import frobenius_upper
 
 _CHUNK = 2**18  # numbers of covectors that are treated together
 _ROOM = 2**23  # numbers of covectors at earlier places that are kept beside jets, about; others are made anew
@@ -102,10 +103,10 @@ class Batches:
         local, pulled, sights = self._walk.local(i), [], []
         C, error = local.covectors(self.tokens[i])
         self._parts[i] = []
-        for some in torch.split(C, self._together(i)):
+        for some in C.parts(self._together(i)):
             self._in_time()
             covectors = self._walk.pulled(some, i, self._region)
-            self._parts[i].append(self._part(covectors.at, len(some), len(some) / len(C)))
+            self._parts[i].append(self._part(covectors.at, len(some), len(some) / C.count))
             numbers = sum(self._walk.local(k).numbers for k in covectors.at)
             if local.attention is not None and local.attention.turns(numbers, _BUDGET):
                 sights.append({k: self._walk.local(k).seen(mu) for k, mu in covectors.at.items()})
@@ -137,9 +138,10 @@ class Batches:
         self._in_time()
         local, norm, defect = self._walk.local(i), self._walk.local(i - 1), self._walk.places[i - 1].defect
         assert isinstance(norm, Normalised)
-        self.derived[i] = derived = Derived(local, norm, self.tokens[i], local.stride, defect)
-        self.suprema[i], self._sights[i] = self._region.supremum(derived.X), {}
-        local.place(derived.X, self.suprema[i])
+        self.derived[i] = derived = Derived(local, norm, self.tokens[i], defect)
+        X = derived.X
+        self.suprema[i], self._sights[i] = self._region.supremum(X), {}
+        local.place(X, self.suprema[i])
 
     def _place(self, i: int, pulled: list[Covectors], error: Tensor) -> None:
         functions = Covectors.joined(pulled)
@@ -150,9 +152,12 @@ class Batches:
         """First the orders of all functions; then, when their tensors are gone, what earlier places make of these."""
         for i in self._walk.curved:
             C, error = self._walk.local(i).covectors(self.tokens[i])
-            parts = torch.split(C, self._together(i))
-            self._place(i, [self._walk.pulled(some, i, self._region).without_places() for some in parts], error)
-            jets.reach(i, C, error)
+            parts, lengths = [], []
+            for some in C.parts(self._together(i)):
+                lengths.append(frobenius_upper(some))
+                parts.append(self._walk.pulled(some, i, self._region).without_places())
+            self._place(i, parts, error)
+            jets.reach(i, torch.cat(lengths), error)
             self._sights[i] = {}
             give_back_memory()
         jets.finish()
@@ -162,9 +167,9 @@ class Batches:
             numbers = sum(self._walk.local(k).numbers for k in self._walk.curved if k < i)
             C, _ = self._walk.local(i).covectors(self.tokens[i])
             self._parts[i] = []
-            for some in torch.split(C, self._together(i)):
+            for some in C.parts(self._together(i)):
                 room -= len(some) * numbers
-                self._parts[i].append(self._made(i, some, len(C)) if room > 0 else None)
+                self._parts[i].append(self._made(i, some, C.count) if room > 0 else None)
 
     def _made(self, i: int, some: Tensor, count: int) -> BatchPart:
         """What earlier places make of some of the functions of a place."""
@@ -179,8 +184,8 @@ class Batches:
             yield from (part for part in parts if part is not None)
             return
         C, _ = self._walk.local(i).covectors(self.tokens[i])
-        for part, some in zip(parts, torch.split(C, self._together(i)), strict=True):
-            yield self._made(i, some, len(C)) if part is None else part
+        for part, index in zip(parts, torch.split(torch.arange(C.count), self._together(i)), strict=True):
+            yield self._made(i, C.made(index), C.count) if part is None else part
 
     def _prepare_outputs(self) -> None:
         """Where covectors at an attention's output vary, every coordinate of it counts by its own rest."""

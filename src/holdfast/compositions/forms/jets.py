@@ -71,14 +71,13 @@ class Jets:
         fits = region.p * (region.p + 1) // 2 * widest <= _NUMBERS
         return fits and functions * 2.0 * (_SQUARINGS + 1) * region.p**3 <= _PRODUCTS
 
-    def reach(self, i: int, covectors: Float64[Tensor, "K n d"], error: Tensor) -> None:
-        """Goes on to place i, whose functions are these covectors, rounded by `error`."""
+    def reach(self, i: int, lengths: Float64[Tensor, " K"], error: Tensor) -> None:
+        """Goes on to place i, whose functions are covectors of these lengths, rounded by `error`."""
         place, T = next(self._steps)
         assert place == i
         # Functions are computed in another order than by their covectors, within this of ‖T‖.
-        lengths = frobenius_upper(covectors)
         self._accuracy[i], self._longest[i] = 4 * error + 8 * THETA * lengths, float(lengths.amax())
-        self._kept[i] = seen = torch.zeros(len(covectors), len(self._directions.first), dtype=torch.float32)
+        self._kept[i] = seen = torch.zeros(len(lengths), len(self._directions.first), dtype=torch.float32)
         error = self._accuracy[i] * self._sizes[0, i]
         if T is not None:
             for part in torch.split(torch.arange(len(T)), _TRIPLES):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
+from jaxtyping import Float64
 from torch import Tensor
 
 from holdfast.compositions.forms.region import Region
@@ -180,6 +181,29 @@ class Problem:
         return parts
 
 
+@final
+@dataclass(frozen=True)
+class Named:
+    """Linear functions of δ (n, d), as covectors that are made where they are asked for.
+
+    Attributes:
+        count: K.
+        made: of indices, (…, n, d).
+    """
+
+    count: int
+    made: Callable[[Tensor], Tensor]
+
+    def parts(self, together: int) -> Iterator[Tensor]:
+        """All of them, so many at a time."""
+        return map(self.made, torch.split(torch.arange(self.count), together))
+
+    @property
+    def whole(self) -> Float64[Tensor, "K n d"]:
+        """All of them at once."""
+        return self.made(torch.arange(self.count))
+
+
 class Local(ABC):
     """A piece at ũ, (n, d). Its rest depends on δ through the functions of δ that `covectors` names.
 
@@ -221,11 +245,19 @@ class Local(ABC):
         """Aᵀ applied to covectors (K, n, c) at the output, and (K) bounds of what rounding did to them."""
 
     @abstractmethod
-    def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def covectors(self, tokens: Tensor) -> tuple[Named, Tensor]:
         """Functions (K, n, d) of δ on which the rest of these output tokens depends, and (K) what they were rounded by.
 
         Covectors at the output vanish at all other tokens.
         """
+
+    @abstractmethod
+    def functions(self, T: Tensor) -> Tensor:
+        """The functions that `covectors` has named, of (m, n, d), as (K, m)."""
+
+    @abstractmethod
+    def most(self, y: Tensor) -> Tensor:
+        """(K) bounds of these functions where no entry of δ exceeds that of y (n, d): Σ |c| y, or a bit more."""
 
     @abstractmethod
     def place(self, X: Tensor, first: Tensor) -> None:
@@ -287,10 +319,6 @@ class SmoothLocal(Local):
 
         The number is a bound of what rounding did to it, for ‖b‖ <= 1.
         """
-
-    @abstractmethod
-    def functions(self, T: Tensor) -> Tensor:
-        """The functions that `covectors` has named, of (m, n, d), as (K, m)."""
 
     def meet(self, degree: int, order: Tensor, count: Tensor, unsure: float, directions: Directions) -> None:
         """Takes notice of its functions' second order (K, pairs) in float32, or of a part (K, triples) of the third.
