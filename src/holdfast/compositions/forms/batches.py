@@ -17,12 +17,14 @@ from holdfast.compositions.forms.local import Rests
 from holdfast.compositions.forms.normalised import Normalised
 from holdfast.compositions.forms.region import Region
 from holdfast.compositions.forms.walk import CentreWalk, Covectors
-from holdfast.errors import SoundnessError
+from holdfast.errors import MemoryLimitError, SoundnessError
+from holdfast.linalg.certified import GIB
 from holdfast.linalg.rounding import frobenius_upper
 
 _CHUNK = 2**18  # numbers of covectors that are treated together
 _ROOM = 2**23  # numbers of covectors at earlier places that are kept beside jets, about; others are made anew
 _NUMBERS = 6e8  # of covectors at earlier places, beyond which functions are derived from normalisations
+_MEMORY = 8 * GIB
 _BUDGET = 2e10  # products for what a batch of covectors turns by
 
 
@@ -73,6 +75,7 @@ class Batches:
             self._prepare_with(self.jets)
         else:
             many = self._many()
+            self._check_memory(many)
             for i in walk.curved:
                 if many and self._follows(i):
                     self._derive(i)
@@ -127,6 +130,22 @@ class Batches:
             total += local.scalars * share * before
             before += self._walk.places[i].u.numel() if local.attention is not None else int(local.scalars * share)
         return total > _NUMBERS
+
+    def _check_memory(self, many: bool) -> None:
+        """Refuses what would not fit: first-order rows, and what earlier places keep of covectors."""
+        need, kept = 0.0, 0
+        for i in self._walk.curved:
+            local = self._walk.local(i)
+            share = 1.0 if local.attention is not None else len(self.tokens[i]) / len(self._walk.places[i].u)
+            functions = local.scalars * share
+            need += functions * (8 * self._region.p + (0 if many and self._follows(i) else kept))
+            local.covectors(self.tokens[i])
+            kept += local.kept
+        if need > _MEMORY:
+            raise MemoryLimitError(
+                f"forms follows the numbers of {len(self._walk.curved)} places and needs about {need / GIB:.1f} GiB; "
+                f"it takes at most {_MEMORY / GIB:.0f} GiB: use gains, or perturb a later layer"
+            )
 
     def _follows(self, i: int) -> bool:
         """Whether a place takes the output of a normalisation, and of nothing else."""

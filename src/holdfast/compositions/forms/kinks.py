@@ -77,6 +77,10 @@ class Kinks(Local):
     def numbers(self) -> int:
         return len(self._tokens) * self.stride
 
+    @property
+    def kept(self) -> int:
+        return 8 * self.numbers
+
     def touched(self, tokens: Tensor) -> Tensor:
         return self._wiring.touched(tokens)
 

@@ -232,6 +232,11 @@ class Local(ABC):
         """M, how many numbers `seen` gives of a covector."""
 
     @property
+    @abstractmethod
+    def kept(self) -> int:
+        """Bytes of a covector that `prepare` keeps, about."""
+
+    @property
     def attention(self) -> Softmax | None:
         """The softmax attention that this is, or holds."""
         return None

@@ -99,6 +99,10 @@ class Normalised(SmoothLocal):
     def numbers(self) -> int:
         return len(self._tokens) * self.u.shape[-1]
 
+    @property
+    def kept(self) -> int:
+        return 4 * self.numbers
+
     def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
         return self._piece.pull(self.u, C), frobenius_upper(C) * (8 * self._theta * self._pull_size)
 

@@ -73,7 +73,7 @@ class SmoothUnits(SmoothLocal):
 
     @property
     def longest(self) -> int:
-        return self.scalars
+        return max(self.stride, _TOGETHER)  # larger matrices of squares have an allowance of their own
 
     @property
     def stride(self) -> int:
@@ -82,6 +82,10 @@ class SmoothUnits(SmoothLocal):
     @property
     def numbers(self) -> int:
         return len(self._tokens) * self.stride
+
+    @property
+    def kept(self) -> int:
+        return 4 * self.numbers
 
     def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
         return self._wiring.pull(C, self._slopes)

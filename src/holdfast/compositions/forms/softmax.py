@@ -92,6 +92,10 @@ class Softmax(SmoothLocal):
         return len(self._rows) * self._w_o.shape[-1]
 
     @property
+    def kept(self) -> int:
+        return 8 * self.numbers + 12 * self._h * len(self._rows) * len(self.u)
+
+    @property
     def attention(self) -> Softmax:
         return self
 

@@ -49,6 +49,10 @@ class Waiting(Local):
         return self._inner.numbers
 
     @property
+    def kept(self) -> int:
+        return self._inner.kept
+
+    @property
     def attention(self) -> Softmax | None:
         return self._inner.attention
 
