@@ -93,8 +93,8 @@ class HeadRows:
         inner, own, value_gram, crossed = [], [], [], []
         for i in range(count):
             centred = _centred_gram(gram, p[:, i], seen[:, i])  # (h, j, k, l, m)
-            inner.append(centred.square().sum((2, 4)).sqrt() + 16 * theta * largest_k.square())
-            own.append(torch.einsum("hjkjm->hjkm", centred))
+            inner.append(torch.linalg.vector_norm(centred, dim=(2, 4)) + 16 * theta * largest_k.square())
+            own.append(torch.einsum("hjkjm->hjkm", centred).clone())  # no view, which would keep all of it
             at_row = mixed[:, i] - torch.einsum("hj,hkjm->hkm", p[:, i], mixed[:, i]).unsqueeze(2)
             crossed.append(at_row.transpose(1, 2) * seen[:, i, :, None, None])  # (h, j, k, m)
             mean = torch.einsum("hj,hjklm->hklm", p[:, i], across)  # E[V] with every V: (h, k, l, m)
@@ -423,8 +423,12 @@ def _centred_gram(gram: Tensor, p: Tensor, seen: Tensor) -> Tensor:
     """Inner products (h, j, k, l, m) of vectors minus their mean, from those of the vectors; p and seen are (h, j)."""
     mean = torch.einsum("hj,hjklm->hklm", p, gram)  # E with every one
     twice = torch.einsum("hl,hklm->hkm", p, mean)
-    centred = gram - mean.unsqueeze(1) - mean.permute(0, 2, 3, 1).unsqueeze(3) + twice[:, None, :, None, :]
-    return centred * (seen[:, :, None, None, None] * seen[:, None, None, :, None])
+    centred = gram - mean.unsqueeze(1)
+    centred -= mean.permute(0, 2, 3, 1).unsqueeze(3)
+    centred += twice[:, None, :, None, :]
+    if not bool(seen.all()):
+        centred *= seen[:, :, None, None, None] * seen[:, None, None, :, None]
+    return centred
 
 
 def _take_squares(problem: Problem, rows: Tensor, weights: Tensor, reach: Tensor) -> None:

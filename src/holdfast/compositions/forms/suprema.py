@@ -73,6 +73,8 @@ class Squares:
         if self._count == 0:
             return most
         large = worth(most, enough)
+        if not len(large):  # a split of nothing would have one part, and ask for all inner products
+            return most
         for part in torch.split(large, max(1, _CHUNK // weights.shape[-1])):
             joint = self._most(weights[part]) * (radius * radius * (1 + 1e-10))
             most[part] = torch.minimum(most[part], joint)
