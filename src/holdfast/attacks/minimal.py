@@ -54,10 +54,10 @@ class MinimalAttack:
 
         δ⁺ = ∇m (⟨∇m, δ⟩ - m) / ‖∇m‖²
 
-    (Hasofer and Lind 1974, Rackwitz and Fiessler 1978), for l-infinity -t sign ∇m, as far as
-    the inputs' range permits, with the t at which it vanishes. Fixed points are the stationary points of the problem. The step towards it is
-    halved until ½‖δ‖² + c|m|, c > ‖δ‖/‖∇m‖, decreases (Zhang and Der Kiureghian 1995); ‖∇m‖ is the dual norm. In the
-    l-infinity norm, whose stationary points are corners, signed steps within a shrinking box follow. At the end the
+    (Hasofer and Lind 1974, Rackwitz and Fiessler 1978), for l-infinity -t sign ∇m, as far as the inputs' range
+    permits, with the t at which it vanishes. Fixed points are the stationary points of the problem. The step towards
+    it is halved until ½‖δ‖² + c|m|, c > ‖δ‖/‖∇m‖, decreases (Zhang and Der Kiureghian 1995); ‖∇m‖ is the dual norm. In
+    the l-infinity norm, whose stationary points are corners, signed steps within a shrinking box follow. At the end the
     answer is followed along the ray of every start.
 
     Args:
