@@ -434,7 +434,7 @@ def test_outputs_are_checked_before_the_work(tmp_path: Path, monkeypatch: pytest
         complains(InputError, r"you may not write in", lambda: check_folder(tmp_path / "missing" / "folder"))
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0))  # type: ignore[attr-defined]
-        complains(InputError, r"no space is left on the disk", lambda: check_output(tmp_path / "page.html"))
+        complains(InputError, r"no space is left on disk", lambda: check_output(tmp_path / "page.html"))
 
 
 def test_a_missing_folder_is_refused_before_the_work(tmp_path: Path) -> None:
