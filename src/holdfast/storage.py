@@ -269,7 +269,7 @@ def _check_room(path: Pathlike, folder: Path) -> None:
         raise _unwritable(path, f"you may not write in {str(folder)!r}; name another folder")
     disk = shutil.disk_usage(folder)
     if disk.total > 0 and disk.free == 0:
-        raise _unwritable(path, "no space is left on the disk")
+        raise _unwritable(path, "no space is left on disk")
 
 
 @contextmanager
