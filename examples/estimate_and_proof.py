@@ -1,4 +1,4 @@
-"""Compares what a training estimates with what is proved: radii of test images by slopes of the loss and by `certify`.
+"""Compares estimates in training with what is proved: radii of test images by slopes of the loss and by `certify`.
 
 Run: python examples/estimate_and_proof.py [cifar10-best] [--inputs 16] [--sharpen 3]
 """

@@ -1,4 +1,4 @@
-"""Fine-tunes a small BERT on SST-2 with a Hugging Face Trainer, watched by Holdfast's monitor and smoothed by JaSMin.
+"""Fine-tunes a small BERT on SST-2 with a Hugging Face Trainer, monitored by Holdfast and smoothed by JaSMin.
 
     python examples/finetune_sst2.py --steps 300 --k 10 --weight 0.01
 
@@ -35,19 +35,19 @@ MAX_TOKENS = 48
 
 def arguments() -> argparse.Namespace:
     default = os.environ.get("HOLDFAST_DATA", "~/.cache/holdfast")
-    parser = argparse.ArgumentParser(description="Fine-tunes a small BERT on SST-2, watched by Holdfast.")
+    parser = argparse.ArgumentParser(description="Fine-tunes a small BERT on SST-2, monitored by Holdfast.")
     parser.add_argument("--data-dir", type=Path, default=Path(default).expanduser(), help="holds SST-2/train.tsv")
     parser.add_argument("--train-file", type=Path, help="instead of SST-2/train.tsv")
     parser.add_argument("--dev-file", type=Path, help="instead of SST-2/dev.tsv")
     parser.add_argument("--model", type=Path, help="folder of a BERT with its tokenizer; default: the MiniLM package")
-    parser.add_argument("--layers", type=int, default=3, help="layers that are kept")
+    parser.add_argument("--layers", type=int, default=3, help="number of layers that are kept")
     parser.add_argument("--from-scratch", action="store_true", help="random weights")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
-    parser.add_argument("--k", type=int, default=10, help="of JaSMin")
-    parser.add_argument("--weight", type=float, default=0.01, help="of JaSMin; 0 trains without its influence")
-    parser.add_argument("--every", type=int, default=50, help="steps between two measurements")
+    parser.add_argument("--k", type=int, default=10, help="k of JaSMin")
+    parser.add_argument("--weight", type=float, default=0.01, help="weight of JaSMin; 0 trains without its influence")
+    parser.add_argument("--every", type=int, default=50, help="steps between measurements")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""What a language model's attention is like at a text: steep layers and heads, sinks, bounds, and bits for a cache.
+"""What a language model's attention is like on a text: steep layers and heads, sinks, bounds, and bits for a cache.
 
 python examples/language_models.py smollm2 alice.txt --tokens 128
 python examples/language_models.py minilm alice.txt --tokens 128 --cache
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--cache", action="store_true", help="the table of bits instead of that of layers")
     parser.add_argument("--time", action="store_true", help="only how long the bounds of all layers take")
     parser.add_argument("--lengths", type=int, nargs="+", help="the cache at these many tokens, and norms beside it")
-    parser.add_argument("--json", type=Path, help="where the numbers of --lengths go, and what was asked")
+    parser.add_argument("--json", type=Path, help="file for the numbers of --lengths, with the command's options")
     parser.add_argument("--tolerance", type=float, default=0.1, help="of a quantised cache")
     parser.add_argument("--every", type=int, default=1, help="take every n-th layer")
     asked = parser.parse_args()

@@ -1,7 +1,7 @@
 """Fine-tunes a trained vision transformer so that larger radii can be proved, without changing any layer.
 
-Each image is shown twice, the second time with a small random change. The loss charges for how far the change moves
-what enters LayerNorm (by the token's own length), softmax (the scores) and GELU (the pre-activations): the curved
+Each image is shown twice, the second time with a small random change. The loss penalises how far the change moves
+what enters LayerNorm (relative to the token's length), softmax (the scores) and GELU (the pre-activations): the curved
 parts of the network. Run: python examples/make_certifiable.py [--steps 2000] [--weight 0.05]
 """
 

@@ -7,7 +7,7 @@
     python examples/train_cifar_vits.py jasmin jasmin.safetensors --k 2 --weight 0.1 --patch 4 --width 96 --heads 3 \
         --depth 4 --steps 1541 --device cuda
 
-CIFAR-10 lies in the folder that HOLDFAST_DATA names. `--images N` trains and tests on the first N images, to try it.
+CIFAR-10 is in the folder that HOLDFAST_DATA names. `--images N` trains and tests on the first N images, to try it.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def main() -> None:
     for field in fields(CifarTraining):
         if field.name != "recipe":
             parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
-    parser.add_argument("--images", type=int, help="use only so many")
+    parser.add_argument("--images", type=int, help="use only this many")
     parser.add_argument("--device", default="cpu")
     given = vars(parser.parse_args())
     out, images, device = (given.pop(name) for name in ("out", "images", "device"))

@@ -2,8 +2,8 @@
 
 python examples/train_tiny_llama.py alice.txt
 
-Half of every batch is seen with its embeddings moved: each in the direction in which the loss grows, by a fixed part of
-its length. So answers do not hang on the last digits of a word, and the model is smooth enough for radii to be proved.
+Half of every batch is shown with its embeddings moved: each in the direction in which the loss grows, by a fixed part
+of its length. So answers do not depend on the last digits of a word, and the model is smooth enough to prove radii.
 It needs transformers and takes a few minutes on one core.
 """
 
