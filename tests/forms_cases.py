@@ -62,7 +62,8 @@ def worst_excess(forms: Margins, x: Tensor, scale: float, shape: Tensor | None, 
             worst = max(worst, float(lower.margins[j] - margin(G).min()))
     before = {id(place.piece): i for i, place in enumerate(walk.places)}
     for i, (low, high) in forms.beyond.items():
-        C, _ = walk.places[i].local.covectors(forms.tokens[i])  # type: ignore[union-attr]
+        named, _ = walk.places[i].local.covectors(forms.tokens[i])  # type: ignore[union-attr]
+        C = named.whole
         first = forms.first_order(i) @ forms.region.basis.mT
         pick = torch.linspace(0, len(C) - 1, 5).long()
 

@@ -182,8 +182,8 @@ def test_an_interrupt_keeps_what_is_finished() -> None:
 
 
 BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "layer": ({"layers": [0, 2]}, "layers asks for 2; the model has attention layers 0 to 1"),
-    "no layer": ({"layers": []}, "asks for no layer"),
+    "layer": ({"layers": [0, 2]}, "layers includes 2; the model has attention layers 0 to 1"),
+    "no layer": ({"layers": []}, "includes no layer"),
     "max_tokens": ({"max_tokens": 0}, "max_tokens is 0"),
     "names": ({"tokens": [["a"]]}, "1 names were given, and it has 4 tokens"),
     "inputs": ({"tokens": [["a"], ["b"]]}, "tokens has 2 members and there are 1 inputs"),
@@ -320,7 +320,7 @@ def test_the_command_writes_a_page_json_and_a_figure(run: Run, tmp_path: Path) -
 def test_the_command_prints_json(run: Run) -> None:  # noqa: F811
     done = run("analyze", "--demo", "--eps", "0.1", "--method", "plus", "--no-attack", "--json")
     assert done.returncode == 0, done.stderr
-    assert Analysis.from_json(done.stdout).attack == "No attack was asked for."
+    assert Analysis.from_json(done.stdout).attack == "No attack was requested."
 
 
 BAD_CALLS = {
@@ -330,7 +330,7 @@ BAD_CALLS = {
     "demo and model": (("minilm", "--demo"), "choose one"),
     "demo and text": (("--demo", "--text", "a"), "choose one"),
     "layers": (("--demo", "--layers", "1-"), "expected numbers and ranges"),
-    "no such layer": (("--demo", "--layers", "0,5"), "layers asks for 5"),
+    "no such layer": (("--demo", "--layers", "0,5"), "layers includes 5"),
     "method": (("--demo", "--method", "covv"), "did you mean 'cov'"),
     "eps": (("--demo", "--eps", "x"), "expected numbers separated by commas"),
     "plot": (("--demo", "--plot", "a.bmp"), "ends in .png, .svg or .pdf"),
@@ -356,7 +356,7 @@ def test_token_ids_are_read_from_a_file(tmp_path: Path) -> None:
     for content, message in {
         "1 2\n3": "lines of 2, 1 ids",
         "": "lines of no ids",
-        "a b": "has more than numbers; expected lines of token ids",
+        "a b": "holds something other than numbers; expected lines of token ids",
         "1 50": "has the id 50; 'texts' knows 0 to 49",
     }.items():
         file.write_text(content)

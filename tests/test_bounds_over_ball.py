@@ -5,11 +5,12 @@ import torch
 from torch import Tensor
 
 import holdfast
-from holdfast.attention import AttentionLayer, ValueOperator
+from holdfast.attention import AttentionLayer, HeadNorm, ValueOperator
 from holdfast.bounds import second_order, yudin
 from holdfast.bounds.over_ball import OverBall, _covered_norm
 from holdfast.linalg.arithmetic import Numerical, Proved
 from holdfast.testing import gaussian_case, make_case
+from holdfast.testing.ingredients import Situation, ingredients_of
 
 AT_X = torch.zeros(1, dtype=torch.float64)
 
@@ -123,3 +124,19 @@ def test_the_value_path_is_bounded_on_the_whole_ball(residual: float) -> None:
         attained = torch.stack([torch.linalg.matrix_norm(matrix, ord=2) for matrix in operators]).amax(0)
         assert bool((at_x.mid * (1 + 1e-6) < attained).all())  # it does grow
         assert bool((attained <= most).all())
+
+
+@pytest.mark.parametrize(("side", "most"), [("q_norm", 1.001), ("k_norm", 1.5)])
+def test_bending_of_normed_scores_is_nearly_attained(side: str, most: float) -> None:
+    eye, norm = torch.eye(2, dtype=torch.float64).unsqueeze(0), HeadNorm(torch.ones(2, dtype=torch.float64), eps=0.1)
+    layer = AttentionLayer(eye, eye, eye, eye, scale=1.0).replace(**{side: norm})
+    x = torch.tensor([[0.3, 0.1], [-0.3, -0.1]], dtype=torch.float64)
+    ball = OverBall(Proved(), layer, x, Proved().lift(AT_X))
+    bound = ball.map.bend(Proved().lift(ball.q))
+    assert bound is not None
+    g = torch.randn(4000, 1, 2, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    g[:2000, :, 1] = 0.0  # one token alone
+    g = g / torch.linalg.vector_norm(g, dim=(-2, -1), keepdim=True)
+    truth = next(each for each in ingredients_of(layer) if each.name == "bend").truth
+    largest = float(truth(Situation(layer, x, x.expand_as(g), g, 0.0)).max())
+    assert largest <= float(bound.upper) <= most * largest

@@ -126,7 +126,7 @@ def test_a_file_goes_on_to_more_inputs(call: Call, tmp_path: Path) -> None:
     assert call("verify run.jsonl --all")[0] == 0
     status, _, err = call(f"{CERTIFY} --out run.jsonl --limit 5")
     assert status == 2
-    assert "run.jsonl asks for 12 inputs and this run for 5, fewer; a file only takes more of the same data" in err
+    assert "run.jsonl covers 12 inputs and this run 5, fewer; a file only takes more of the same data" in err
 
 
 def test_runs_stand_side_by_side_on_a_page(call: Call, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_another_setting_is_refused_in_one_line(call: Call) -> None:
     assert call(f"{CERTIFY} --out run.jsonl")[0] == 0
     status, _, err = call(f"{CERTIFY} --out run.jsonl --seed 3")
     assert status == 2
-    assert "seed 0 against 3; write to another file, or begin anew" in err
+    assert "seed 0 against 3; write to another file, or start afresh" in err
     assert call(f"{CERTIFY} --out run.jsonl --seed 3 --no-resume")[0] == 0
 
 
@@ -202,7 +202,7 @@ def test_an_interrupt_says_how_to_go_on(call: Call, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(workers, "examine", third_time)
     status, out, err = call(f"{CERTIFY} --out run.jsonl --batch 2")
     assert status == 130
-    assert err == "holdfast: interrupted; 4 of 12 inputs are done; the same command goes on from there\n"
+    assert err == "holdfast: interrupted; 4 of 12 inputs are done; the same command resumes from there\n"
     assert "4 of 12 inputs" in " ".join(out.split())
     assert call(f"{CERTIFY} --out run.jsonl --batch 2")[0] == 0
 

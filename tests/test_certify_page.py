@@ -207,7 +207,7 @@ def test_a_page_of_joined_files_shows_the_inputs_or_says_that_it_does_not(tmp_pa
     certify(model, (x, labels), 0.1, "gains", out=file, progress=False)
     assert set(merge([file], data=(x, labels)).inputs) == {0, 1}
     assert "The inputs are not shown" not in render([merge([file], data=(x, labels))])
-    with pytest.raises(InputError, match="'given inputs' are not those that the run was made of"):
+    with pytest.raises(InputError, match="'given inputs' are not those that the run was made from"):
         merge([file], data=(1 - x, labels))
     assert "The inputs are not shown" in render([merge([file])])
 

@@ -109,7 +109,7 @@ def test_bad_data_get_one_line() -> None:
     network = linear_network()
     with pytest.raises(InputError, match="data does not consist of pairs"):
         certify(network, [1, 2], 0.1)  # type: ignore[list-item]
-    with pytest.raises(InputError, match="no input; expected at least one"):
+    with pytest.raises(InputError, match="no inputs; expected at least one"):
         certify(network, [], 0.1)
     with pytest.raises(InputError, match="several shapes or kinds"):
         certify(network, [(torch.zeros(1, 6), 0), (torch.zeros(2, 6), 0)], 0.1)
@@ -268,8 +268,8 @@ def test_an_input_that_fails_is_recorded_and_tried_again(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ({"failed": 2, "reason": "x"}, "the index 2 is none of the run's"),
-        ({"failed": 1, "reason": "x"}, "the index 1 stands twice"),
+        ({"failed": 2, "reason": "x"}, "the index 2 is not one of the run's"),
+        ({"failed": 1, "reason": "x"}, "the index 1 occurs twice"),
         ({"failed": 1, "reason": 3}, "a line of a failure has other keys or values"),
         ({"failed": 1, "reason": "x", "more": 1}, "a line of a failure has other keys or values"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from holdfast.attacks.minimal import MinimalAttack
 from holdfast.certification import certify, read, verify
 from holdfast.compositions import best as best_composition
 from holdfast.compositions import certify_inputs, compositions
+from holdfast.compositions.search import Reached
 from holdfast.network.centre import Centre, _Clock
 from holdfast.results import CertificationRun
 from relu_cases import images
@@ -66,6 +68,21 @@ def _noting(plain: Callable[..., Any], tried: list[str]) -> Callable[..., Any]:
         return found
 
     return search
+
+
+def test_a_quick_composition_that_is_slow_leaves_time_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def waiting(self: Any, centre: Centre, *given: Any) -> Reached:
+        while not centre.numerical.overdue:
+            time.sleep(0.01)
+        return Reached(torch.zeros_like(centre.margin), centre.margin, cut=True)
+
+    monkeypatch.setattr(type(compositions["gains"]), "_search", waiting, raising=False)
+    began = time.monotonic()
+    (one,) = certify_inputs(linear_network(), labelled(1).inputs.double(), seconds=8.0)
+    assert time.monotonic() - began < 7
+    assert one.radius > 0
+    assert one.method != "gains"
+    assert one.unfinished == ("the time was over before the search of gains had ended",)
 
 
 def test_on_large_attention_best_answers_soon_and_goes_on_only_where_there_is_time(

@@ -362,17 +362,20 @@ EDITED: dict[str, tuple[Callable[[str], str], str]] = {
     "header key": (lambda text: text.replace('"split"', '"spilt"', 1), "the header does not fit"),
     "header extra": (lambda text: text.replace('"split"', '"limit":3,"split"', 1), "the header does not fit"),
     "fingerprint": (lambda text: text.replace('"method":"best"', '"method":"lofast"', 1), "the fingerprint is not"),
-    "inputs": (lambda text: text.replace('"indices":[1,3', '"indices":[3', 1), "the inputs are not those that"),
-    "input twice": (lambda text: text.replace('"indices":[1,3', '"indices":[1,1', 1), "an index stands twice"),
+    "inputs": (
+        lambda text: text.replace('"indices":[1,3', '"indices":[3', 1),
+        "the inputs do not match their checksum",
+    ),
+    "input twice": (lambda text: text.replace('"indices":[1,3', '"indices":[1,1', 1), "an index occurs twice"),
     "real input": (lambda text: text.replace('"indices":[1,', '"indices":[1.0,', 1), "not a list of whole numbers"),
     "true input": (lambda text: text.replace('"indices":[1,', '"indices":[true,', 1), "not a list of whole numbers"),
     "radii": (lambda text: text.replace('"radii":[0.1]', '"radii":[-1]', 1), "radii is -1.0; expected a finite"),
     "key": (lambda text: text.replace('"margin"', '"marge"', 1), "line 2: no record"),
     "extra key": (lambda text: text.replace('"margin"', '"side":"upper","margin"', 1), "line 2: no record"),
-    "key twice": (lambda text: text.replace('"radius":', '"radius":0.9,"radius":', 1), "line 2: .*a key stands twice"),
+    "key twice": (lambda text: text.replace('"radius":', '"radius":0.9,"radius":', 1), "line 2: .*a key occurs twice"),
     "comma": (lambda text: text.replace('{"index":1,', '{"index":1,,', 1), "line 2: no record"),
-    "record twice": (lambda text: text + text.splitlines()[-1] + "\n", "the index 23 stands twice"),
-    "other index": (lambda text: text.replace('{"index":1,', '{"index":2,', 1), "the index 2 is none of the run's"),
+    "record twice": (lambda text: text + text.splitlines()[-1] + "\n", "the index 23 occurs twice"),
+    "other index": (lambda text: text.replace('{"index":1,', '{"index":2,', 1), "the index 2 is not one of the run's"),
     "real index": (lambda text: text.replace('{"index":1,', '{"index":1.0,', 1), "line 2: no record .index is 1.0"),
     "true index": (lambda text: text.replace('{"index":1,', '{"index":true,', 1), "line 2: no record .index is True"),
     "guarantee": (lambda text: text.replace('"proved","attack_r', '"numerical","attack_r', 1), "a numerical record"),
@@ -425,7 +428,7 @@ def test_shards_that_overlap_and_differ_are_not_joined(path: Path, tmp_path: Pat
         merge([path, forged])
     forge(forged, lambda lines: lines.__setitem__(slice(1, None), lines[5:]))
     forge(forged, lambda lines: lines[0].update(indices=lines[0]["indices"][4:]))
-    with pytest.raises(InputError, match=r"forged.jsonl asks for other inputs than the rest"):
+    with pytest.raises(InputError, match=r"forged.jsonl is about other inputs than the rest"):
         merge([path, forged])
 
 
@@ -450,10 +453,10 @@ def test_a_file_goes_on_to_more_inputs_and_keeps_what_was_proved(path: Path, tmp
     found = check(grown)
     assert (found.sound, found.inputs) == (True, COUNT)
     text = grown.read_bytes()
-    with pytest.raises(InputError, match="asks for 12 inputs and this run for 4, fewer; a file only takes more"):
+    with pytest.raises(InputError, match="covers 12 inputs and this run 4, fewer; a file only takes more"):
         grow(grown, 4)
     chosen = labelled(COUNT).select([1, 0, *range(2, COUNT)])
-    with pytest.raises(InputError, match="asks for 12 inputs and this run for 12, others"):
+    with pytest.raises(InputError, match="covers 12 inputs and this run 12, others"):
         certify(linear_network(), chosen, [0.1], attack=ATTACK, out=grown)
     assert grown.read_bytes() == text
 
@@ -472,8 +475,8 @@ def test_shards_of_which_some_have_grown_are_joined(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (lambda row: row.update(indices=[3]), "an index stands twice"),
-        (lambda row: row.update(indices=row["indices"][1:]), "the inputs are not those that their checksum is of"),
+        (lambda row: row.update(indices=[3]), "an index occurs twice"),
+        (lambda row: row.update(indices=row["indices"][1:]), "the inputs do not match their checksum"),
         (lambda row: row.update(indices=[]), "not a list of whole numbers"),
         (lambda row: row.update(limit=9), "has other keys"),
     ],
@@ -510,7 +513,7 @@ def test_files_of_the_first_schema_are_read_checked_and_gone_on_with(path: Path)
     lines = load(path)
     lines[0]["indices"] = lines[0]["indices"][:-1]
     save(path, lines[:-1])
-    with pytest.raises(InputError, match="the inputs are not those that their checksum is of"):
+    with pytest.raises(InputError, match="the inputs do not match their checksum"):
         read(path)
 
 

@@ -94,7 +94,7 @@ def test_an_interrupted_demo_goes_on_and_a_finished_one_begins_anew(
         patched.setattr(demo, "telling", telling)
         done = run("--inputs", "2")
     assert done.returncode == 130
-    assert "1 of 2 digits are certified by lofast; the same command goes on from there" in done.stderr
+    assert "1 of 2 digits are certified by lofast; the same command resumes from there" in done.stderr
     assert "1 of 2 inputs" in done.words
     first = file.read_text()
     assert run("--inputs", "2", "--json").returncode == 0

@@ -102,7 +102,7 @@ def test_an_interrupted_training_says_how_to_go_on(call: Call, monkeypatch: pyte
         patch.setattr("holdfast.cli.train._line", stop)
         status, _, err = call("train run.toml --device cpu --out there")
     assert status == 130
-    assert err == "holdfast: interrupted; the same command goes on from there\n"
+    assert err == "holdfast: interrupted; the same command resumes from there\n"
     assert call("train run.toml --device cpu --out there")[0] == 0
 
 
@@ -110,14 +110,14 @@ def test_a_training_ends_after_its_time_and_its_files_stay_small(call: Call, tmp
     line = "train run.toml --device cpu --out there --shard-size 64kB --seconds 0"
     status, out, err = call(line)
     assert (status, out) == (0, "")
-    assert err == "holdfast: 0 s are over at step 1 of 4; the same command goes on from there\n"
+    assert err == "holdfast: 0 s are over at step 1 of 4; the same command resumes from there\n"
     record = json.loads(call(f"{line} --json")[1])
     assert not record["finished"]
     assert all(file.stat().st_size <= 64_000 for file in (tmp_path / "there").iterdir())
     status, out, _ = call("train run.toml --device cpu --out there")
     assert (status, "Written: there/model.safetensors" in out) == (0, True)
-    assert "'15apples' is no size of a file" in call("train run.toml --shard-size 15apples")[2]
-    assert "'1kB' is no size of a file" in call("train run.toml --shard-size 1kB")[2]
+    assert "'15apples' is not a file size" in call("train run.toml --shard-size 15apples")[2]
+    assert "'1kB' is not a file size" in call("train run.toml --shard-size 1kB")[2]
 
 
 def test_the_progress_line() -> None:

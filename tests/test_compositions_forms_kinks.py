@@ -49,8 +49,9 @@ def test_what_is_said_of_a_maximum_is_below_it(seed: int, coefficient: float) ->
     local = local_at(piece, u)
     mu = coefficient * torch.rand(1, 1, 2, generator=draw).double()
     pulled, _ = local.pull(mu)
-    C, error = local.covectors(torch.tensor([0]))
+    named, error = local.covectors(torch.tensor([0]))
     assert not bool(error.any())
+    C = named.whole
     X, nothing = C.flatten(1), torch.zeros(len(C)).double()
     local.place(X, X.norm(dim=1))
     region = Region.of(Ball.exact(torch.eye(5).double()), None)

@@ -434,7 +434,7 @@ def test_outputs_are_checked_before_the_work(tmp_path: Path, monkeypatch: pytest
         complains(InputError, r"you may not write in", lambda: check_folder(tmp_path / "missing" / "folder"))
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0))  # type: ignore[attr-defined]
-        complains(InputError, r"no space is left on the disk", lambda: check_output(tmp_path / "page.html"))
+        complains(InputError, r"no space is left on disk", lambda: check_output(tmp_path / "page.html"))
 
 
 def test_a_missing_folder_is_refused_before_the_work(tmp_path: Path) -> None:
@@ -505,7 +505,7 @@ def test_one_name_for_two_files_is_refused(tmp_path: Path, capsys: pytest.Captur
         ["analyze", "no-such-model", "--text", "a", "--html", run, "--out", run],
     ):
         assert command(arguments) == 2
-        assert "run.jsonl' stands for two files of this command" in capsys.readouterr().err
+        assert "run.jsonl' names two files of this command" in capsys.readouterr().err
     assert (tmp_path / "run.jsonl").read_text() == "what must not be lost"
 
 

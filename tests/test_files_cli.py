@@ -119,7 +119,10 @@ def test_specifications_are_decided(call: Call, tmp_path: Path) -> None:
     [
         ("certify m.onnx", "expected one of --data, for radii of a data set, and --vnnlib, for a specification"),
         ("certify m.onnx --data digits --vnnlib p.vnnlib", "expected one of --data"),
-        ("certify digits --vnnlib p.vnnlib", "--vnnlib was given for a model that is no ONNX file; expected FILE.onnx"),
+        (
+            "certify digits --vnnlib p.vnnlib",
+            "--vnnlib was given for a model that is not an ONNX file; expected FILE.onnx",
+        ),
         ("certify none.onnx --vnnlib p.vnnlib", "no file 'none.onnx'; expected an ONNX file"),
         ("certify m.onnx --vnnlib none.vnnlib", "'none.vnnlib' cannot be read: there is no such file"),
         ("certify m.onnx --vnnlib p.vnnlib --timeout -1", "timeout is -1; expected a positive number of seconds"),
@@ -149,7 +152,7 @@ def test_a_file_that_fails_to_import_is_named(tmp_path: Path) -> None:
     ):
         load_python(str(tmp_path / "broken_model.py:build"))
     (tmp_path / "torch.py").write_text("")
-    with pytest.raises(holdfast.InputError, match="the name 'torch' is taken or no name; rename the file"):
+    with pytest.raises(holdfast.InputError, match="the name 'torch' is taken or invalid; rename the file"):
         load_python(str(tmp_path / "torch.py:build"))
 
 

@@ -97,7 +97,7 @@ def test_a_card_of_a_model_of_which_nothing_is_known(tmp_path: Path) -> None:
     model, _ = models()["transformer"]
     model.save_pretrained(tmp_path)
     text = card(read_shelved(tmp_path / "model.safetensors"))
-    assert "Nothing was certified of these weights." in text
+    assert "Nothing was certified for these weights." in text
     assert "Not recorded." in text
 
 

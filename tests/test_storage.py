@@ -101,5 +101,5 @@ def test_sizes() -> None:
     assert parse_size("15MB") == parse_size(" 15 mb ") == parse_size("15000000") == 15_000_000
     assert parse_size("0.1GB") == 10**8
     for text in ("", "MB", "-3MB", "15MiB", "nan", "63kB", "1e400MB"):
-        with pytest.raises(InputError, match="is no size of a file"):
+        with pytest.raises(InputError, match="is not a file size"):
             parse_size(text)

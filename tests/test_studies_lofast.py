@@ -171,7 +171,7 @@ def test_an_interrupted_command_goes_on(call: Call, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(lofast_grid_study, "measure", first_only)
     status, out, err = call("--only heads=1")
     assert status == 130
-    assert "1 of 2 parts were finished; the same command goes on" in err
+    assert "1 of 2 parts were finished; the same command resumes" in err
     assert len(finished(tmp_path)) == 1
     assert "lofast-fig5.png" in out
 

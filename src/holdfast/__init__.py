@@ -93,7 +93,7 @@ __all__ = [
     "trace",
 ]
 
-#: Where the public names stand: each module is imported when one of its names is asked for, and torch with it.
+#: Where the public names live: each module, and torch with it, is imported when one of its names is first used.
 _HOMES = {
     "analysis": "Analysis analyze",
     "api": "attack bound lipschitz_attack lipschitz_bound local_lipschitz",

@@ -35,7 +35,7 @@ def bound(
         eps: one radius, for a value (b…); or a sequence of e radii, for a value (b…, e).
         method: a name that `list_bounds` shows.
         guarantee: "proved" (float64, rounded outward) or "numerical" (faster; norms from an iteration).
-        memory_limit: bytes that one proved norm may hold.
+        memory_limit: bytes that one proved norm may use.
 
     Example:
         >>> r = bound(layer, x, eps=0.1, method="lofast")
@@ -59,14 +59,14 @@ def lipschitz_bound(
 
     Args:
         layer: the attention layer, or an `nn.MultiheadAttention`.
-        x: (b…, n, d) the points, for a bound of the Jacobian's norm there; or none, and radius and tokens.
+        x: (b…, n, d) the points, for a bound of the Jacobian's norm there; or omit it and give radius and tokens.
         method: a name that `list_bounds` shows with the scope "point" (for x) or "ball at 0" (for a radius).
         radius: R, or a sequence of them: no token is longer.
         tokens: how many tokens there are.
         p: exponent of the distance between inputs and between outputs: W_p without a mask, token-wise otherwise; 2 is
             the Frobenius norm.
         guarantee: "proved" (float64, rounded outward) or "numerical" (faster; norms from an iteration).
-        memory_limit: bytes that one proved norm may hold.
+        memory_limit: bytes that one proved norm may use.
 
     Example:
         >>> lipschitz_bound(layer, x, "yudin-b3").value
@@ -111,7 +111,7 @@ def attack(
         objective: "output", or an inner quantity of LoFAST: "delta-2", "delta-21", "scores", "delta-22".
         restarts: starting points that are followed for every input; four times as many are tried.
         steps: gradient steps for every start.
-        seed: of everything random.
+        seed: for everything random.
     """
     check_counts(restarts=restarts, steps=steps)
     return ProjectedAscent(restarts, steps)(_as_layer(layer), x, eps, objective=objective, seed=seed)
@@ -132,9 +132,9 @@ def lipschitz_attack(
         layer: the attention layer, or an `nn.MultiheadAttention`.
         radius: R; no token is longer.
         tokens: how many tokens there are.
-        restarts: starting points that are followed; at least four times as many are looked at.
+        restarts: starting points that are followed; at least four times as many are tried.
         steps: gradient steps for every start.
-        seed: of everything random.
+        seed: for everything random.
 
     Example:
         >>> lipschitz_attack(layer, radius=4.0, tokens=64).lower
@@ -165,8 +165,8 @@ def local_lipschitz(
         side: "estimate" (Lanczos, from below) or "upper" (proved; needs a layer).
         batch_dims: how many leading dimensions of x a bare function treats one by one.
         tolerance: relative accuracy of an estimate.
-        memory_limit: bytes that a proved norm may hold.
-        seed: of the random start of an estimate.
+        memory_limit: bytes that a proved norm may use.
+        seed: for the random start of an estimate.
     """
     if side not in ("estimate", "upper"):
         raise InputError(f'side is {side!r}; expected "estimate" or "upper"')

@@ -8,13 +8,13 @@ from holdfast.errors import InputError
 
 
 def check_device(name: str) -> torch.device:
-    """The device of a name that torch knows and this machine has."""
+    """The device of this name, which torch must know and this machine must have."""
     try:
         device = torch.device(name)
     except RuntimeError:
         raise _unknown(name) from None
     if device.type not in ("cpu", "cuda"):
-        raise _unknown(name)  # what has no float64 can prove nothing
+        raise _unknown(name)  # a device without float64 can prove nothing
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count == 0:
@@ -25,7 +25,7 @@ def check_device(name: str) -> torch.device:
 
 
 def waits(device: torch.device) -> bool:
-    """Whether asking for a number waits for all work that was given to the device so far."""
+    """Whether reading a number waits for all work queued on the device so far."""
     return device.type != "cpu"
 
 

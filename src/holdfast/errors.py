@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-_ALL, _FEW = 24, 5  # names that a message lists: all of them where they are few, otherwise the nearest
+_ALL, _FEW = 24, 5  # names that a message lists: all of them if they are few, otherwise the nearest
 
 
 def check_counts(**counts: int | None) -> None:
@@ -42,7 +42,7 @@ class NotApplicableError(HoldfastError):
 
 
 class UnsupportedAttentionError(HoldfastError):
-    """Some attention of a model is not what an `AttentionLayer` can stand for; the message names the module and why."""
+    """Some attention of a model cannot be represented by an `AttentionLayer`; the message names the module and why."""
 
 
 class ConversionError(HoldfastError):

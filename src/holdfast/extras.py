@@ -1,4 +1,4 @@
-"""Optional packages: imported when they are needed, and a missing one is named with the extra that brings it."""
+"""Optional packages: imported when they are needed; the error for a missing one names the extra that installs it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def available(package: str) -> bool:
 def _mend_torchvision() -> None:
     """Lets torchvision be imported beside a torch that it was not built for.
 
-    transformers and timm import it for its image transforms, which are Python; but it stops at two compiled operators
-    that are missing then, and takes every model with it. Declared, not defined, they are only missing when called.
+    transformers and timm import it for its image transforms, which are pure Python; but its import fails at two
+    compiled operators that are then missing, and no model loads. Declared but not defined, they fail only when called.
     """
     if find_spec("torchvision") is None:
         return

@@ -1,4 +1,4 @@
-"""What every registered method says of itself: bounds of a layer, and compositions of a network."""
+"""What every registered method says about itself: bounds of a layer, and compositions of a network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Method(ABC):
     @classmethod
     @final
     def check_metadata(cls) -> None:
-        """Refuses a class whose metadata is not complete."""
+        """Refuses a class whose metadata is incomplete."""
         missing = [field for field in ("name", "cost", "reference") if not isinstance(getattr(cls, field, None), str)]
         if missing:
             raise HoldfastError(f"{cls.__name__} lacks {', '.join(missing)}; a registered method states all three")

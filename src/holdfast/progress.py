@@ -1,4 +1,4 @@
-"""A bar while long work runs, in a terminal and in a notebook, unless the caller turns it off or watches himself."""
+"""A bar while long work runs, in a terminal and in a notebook, unless the caller turns it off or follows it himself."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def progress_bar() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     shown = console.is_terminal or console.is_jupyter
-    # An input may take minutes: the time that is left is judged by the last hour.
+    # An input may take minutes: the remaining time is estimated from the last hour.
     return Progress(*columns, console=console, transient=True, disable=not shown, speed_estimate_period=3600)
 
 
 class Told:
-    """Moves a progress bar, and remembers how far it is."""
+    """Moves a progress bar and remembers its position."""
 
     def __init__(self, bar: Progress, title: str) -> None:
         self.bar, self._title, self._task = bar, title, bar.add_task(title, total=None)
@@ -32,13 +32,13 @@ class Told:
         self.bar.update(self._task, completed=done, total=planned)
 
     def show_workers(self, workers: int) -> None:
-        """Says beside the title how many workers there are."""
+        """Shows the number of workers beside the title."""
         self.bar.update(self._task, description=f"{self._title} ({workers} worker{'' if workers == 1 else 's'})")
 
 
 @contextmanager
 def telling(title: str) -> Iterator[Told]:
-    """A progress bar with the time that is left, for work that tells how far it is."""
+    """A progress bar with the remaining time, for work that reports its progress."""
     with progress_bar() as bar:
         bar.columns = (*bar.columns, TimeRemainingColumn())
         yield Told(bar, Path(title).name)
@@ -48,12 +48,12 @@ def telling(title: str) -> Iterator[Told]:
 def watching(
     progress: Callable[..., None] | bool, title: str, place: Callable[..., tuple[int, int]] = lambda *told: told
 ) -> Iterator[Callable[..., None] | None]:
-    """What long work tells how far it is: the caller's own function, a bar, or nothing.
+    """What long work reports its progress to: the caller's own function, a bar, or nothing.
 
     Args:
-        progress: a function that is told; True for a bar, False for silence.
+        progress: a function to call; True for a bar, False for silence.
         title: of the bar.
-        place: how much is done and planned, from what the work tells.
+        place: how much is done and planned, from what the work reports.
     """
     if not isinstance(progress, bool):
         yield progress

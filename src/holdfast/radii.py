@@ -1,4 +1,4 @@
-"""Numbers as users give them, and radii: one number or a sequence."""
+"""Numbers and radii as users give them: one number or a sequence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GivenRadii = float | Sequence[float] | Tensor | np.ndarray
 
 
 def as_numbers(radii: GivenRadii) -> float | Sequence[float]:
-    """GivenRadii as Python's numbers, where they are a tensor or an array."""
+    """GivenRadii as Python numbers, if they are a tensor or an array."""
     if not isinstance(radii, Tensor | np.ndarray | np.generic):
         return radii
     if radii.ndim > 1:

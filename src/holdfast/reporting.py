@@ -1,6 +1,6 @@
 """How a result asks for its table, plot or page without knowing who draws them.
 
-The package names the modules that do, once, and the one that is needed is imported when a result asks for it.
+The package names the modules that do, once; each is imported when a result first asks for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def writer(kind: str) -> ModuleType:
 
 
 class Shown:
-    """A result at a prompt, as one short line, and in a notebook, as a small table; it says what to show in `facts`."""
+    """A result shown as one short line at a prompt and as a small table in a notebook; `facts` says what to show."""
 
     def facts(self) -> Mapping[str, object]:
         """What a reader wants to know first, by name."""

@@ -22,8 +22,8 @@ from holdfast.errors import InputError
 
 Pathlike = str | os.PathLike[str]
 
-_PARTS = "holdfast_parts"  # metadata of a file whose tensors stand in other files beside it
-_LEAST, _ENTRY = 64_000, 160  # bytes of the smallest shard, and of what a shard says of a tensor beside its name
+_PARTS = "holdfast_parts"  # metadata of a file whose tensors are in other files beside it
+_LEAST, _ENTRY = 64_000, 160  # bytes of the smallest shard, and of what a shard says about a tensor besides its name
 
 
 def read_tensors(path: Pathlike) -> dict[str, Tensor]:
@@ -121,8 +121,8 @@ def write_tensors(
         path: of the file.
         tensors: by name.
         metadata: the texts.
-        shard_size: the most bytes of one file, 64,000 at least. Tensors that need more stand, cut where they must be,
-            in NAME-a1.safetensors, NAME-a2.safetensors, … beside it, which `read_tensors` puts together. Written
+        shard_size: the most bytes in one file, at least 64,000. Tensors that need more are split, where necessary,
+            over NAME-a1.safetensors, NAME-a2.safetensors, … beside it, which `read_tensors` puts together. Written
             again they are called NAME-b1 and so on, and the old ones stay until the file itself names the new ones.
     """
     stored = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
@@ -158,7 +158,7 @@ def parse_size(text: str) -> int:
     except (ValueError, KeyError):
         size = math.nan
     if not _LEAST <= size < math.inf:
-        raise InputError(f"{text!r} is no size of a file; expected 64kB or more, such as 15MB")
+        raise InputError(f"{text!r} is not a file size; expected 64kB or more, such as 15MB")
     return int(size)
 
 
@@ -187,7 +187,7 @@ def _known_parts(path: Path) -> set[str]:
     """The parts of a file that is already there."""
     try:
         parts = _parts(path) if path.is_file() else None
-    except InputError:  # something else is about to be replaced
+    except InputError:  # some other file is about to be replaced
         parts = None
     return set() if parts is None else {Path(name).name for name in parts["files"]}
 
@@ -214,7 +214,7 @@ def write_bytes(path: Pathlike, content: bytes) -> None:
 def check_output(path: Pathlike) -> None:
     """Refuses a file that could not be written, before the work begins; touches nothing.
 
-    The folder that it is to stand in must be there: a name that is mistyped makes no folders.
+    Its folder must exist: a mistyped name creates no folders.
     """
     target = Path(path)
     if target.is_dir():
@@ -233,7 +233,7 @@ def check_output(path: Pathlike) -> None:
 def check_folder(path: Pathlike, *files: str) -> None:
     """Refuses a folder that could not be filled with these files, before the work begins; touches nothing.
 
-    It need not be there: `make_folder` makes it.
+    It need not exist: `make_folder` creates it.
     """
     folder = Path(path)
     if folder.is_dir():
@@ -246,7 +246,7 @@ def check_folder(path: Pathlike, *files: str) -> None:
 
 
 def make_folder(path: Pathlike) -> Path:
-    """A folder that is to be filled, made with those above it if it is missing."""
+    """A folder to be filled, created with its parents if it is missing."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except FileExistsError:
@@ -257,7 +257,7 @@ def make_folder(path: Pathlike) -> Path:
 
 
 def _standing(path: Path) -> Path:
-    """The nearest folder above a path that is there; a file in its place is refused."""
+    """The nearest existing folder above a path; a file in its place is refused."""
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir():
         raise _unwritable(path, f"{str(folder)!r} is not a folder")
@@ -269,12 +269,12 @@ def _check_room(path: Pathlike, folder: Path) -> None:
         raise _unwritable(path, f"you may not write in {str(folder)!r}; name another folder")
     disk = shutil.disk_usage(folder)
     if disk.total > 0 and disk.free == 0:
-        raise _unwritable(path, "no space is left on the disk")
+        raise _unwritable(path, "no space is left on disk")
 
 
 @contextmanager
 def _whole_or_not(path: Pathlike) -> Iterator[Path]:
-    """A file beside the one that is meant, which takes its place at the end; of one that fails nothing stays."""
+    """A temporary file that takes the place of the target at the end; if the work fails, nothing of it stays."""
     partial = Path(f"{os.fspath(path)}.partial")
     try:
         check_output(path)

@@ -4,13 +4,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: Read by OpenMP when it is loaded, with torch. Unless told so, threads that wait spin: where other processes keep the
+#: Read by OpenMP when it is loaded, with torch. Without it, waiting threads spin: where other processes keep the
 #: cores busy, two threads then take many times as long as one (docs/guides/scale-out.md).
 _PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def wait_asleep() -> None:
-    """Lets waiting threads sleep, in children and, before torch is loaded, here; what the user has set stays."""
+    """Lets waiting threads sleep, in children and, before torch is loaded, here; the user's own setting stays."""
     for name, value in _PATIENT.items():
         os.environ.setdefault(name, value)
 

@@ -1,4 +1,4 @@
-"""The inputs of an analysis: which tokens count, what they are called, and the picture behind them."""
+"""The inputs of an analysis: which tokens count, what they are called, and the image they come from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.analysis.result import AnalyzedInput
 from holdfast.errors import InputError, check_counts
 from holdfast.models.loading import Picture
 
-_SMALL = 64  # pixels: up to here every pixel counts and is kept as it is
+_SMALL = 64  # pixels: up to this size every pixel is kept as it is
 _LARGEST = 336
 
 
@@ -53,7 +53,7 @@ def describe(
 
 
 def shortened(inputs: Tensor | Mapping[str, Any], most: int) -> Tensor | dict[str, Any]:
-    """Token ids, and what goes with each of them, cut to the first `most` tokens."""
+    """Token ids, and whatever accompanies them, cut to the first `most` tokens."""
     check_counts(max_tokens=most)
     ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
@@ -67,7 +67,7 @@ def shortened(inputs: Tensor | Mapping[str, Any], most: int) -> Tensor | dict[st
 
 
 def data_uri(pixels: UInt8[Tensor, "height width 3"]) -> str:
-    """A picture as text that a page can carry: PNG where it is small, else JPEG of at most 336 pixels a side."""
+    """An image as text for a page: PNG if it is small, otherwise JPEG of at most 336 pixels per side."""
     from PIL import Image  # comes with matplotlib
 
     picture = Image.fromarray(pixels.cpu().numpy())
@@ -87,7 +87,7 @@ def _real_tokens(inputs: Tensor | Mapping[str, Any], x: Float[Tensor, "b n d"]) 
 
 
 def _spread_out(names: list[str], real: list[bool], place: int) -> list[str]:
-    """One name for each token; where names are given without padding, padding gets an empty one."""
+    """One name per token; if the names were given without padding, padding gets an empty one."""
     if len(names) == len(real):
         return names
     if len(names) != sum(real):
@@ -97,7 +97,7 @@ def _spread_out(names: list[str], real: list[bool], place: int) -> list[str]:
 
 
 def _names(n: int, picture: Picture | None) -> list[str]:
-    """Numbers, or places in the picture."""
+    """Numbers, or positions in the image."""
     if picture is None:
         return [str(i) for i in range(n)]
     rows, columns = picture.grid

@@ -15,7 +15,7 @@ from holdfast.results import AttackResult, BoundResult, NormResult
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What is known of one layer at a batch of inputs, over radii.
+    """What is known about one layer at a batch of inputs, over radii.
 
     Attributes:
         best: the smallest bound; its terms are the values of all bounds.

@@ -1,4 +1,4 @@
-"""What an analysis found: numbers and words, no tensors, so that it can be stored and shown anywhere."""
+"""The result of an analysis: numbers and words, no tensors, so that it can be stored and shown anywhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Rows = tuple[Row, ...]
 @final
 @dataclass(frozen=True)
 class AnalyzedInput:
-    """One input as it is shown.
+    """One input as displayed.
 
     Attributes:
         tokens: what to call each token, padding included.
@@ -54,7 +54,7 @@ class AnalyzedLayer:
         layer: the layer in words.
         rebuild_error: how far the rebuilt layer is from what the model computed, relatively.
         slope: (b) ‖DF(x)‖, an estimate from below.
-        slope_upper: (b) the same, proved from above; None where it was not asked for or needs too much memory.
+        slope_upper: (b) the same, proved from above; None where it was not requested or needs too much memory.
         head_slope: (b, h) the same estimate for the contribution of each head alone, without the residual.
         softmax_norm: (b, h) the largest ‖diag(p) - ppᵀ‖ over the rows p of P.
         softmax_g1: (b, h) the closed-form bound g₁ of it, likewise.
@@ -62,7 +62,7 @@ class AnalyzedLayer:
         entropy: (b, h) mean entropy of a row of P, in nats.
         bound: (b, e) how far the output can move; None where no bound applies.
         bound_note: which method gave the bound, or why there is none.
-        attack: (b, e) how far a perturbation that was found moves it; None where none was asked for.
+        attack: (b, e) how far the best perturbation found moves it; None where none was requested.
         energy: (b, n) share of each token in the direction that moves the output most; 0 for padding.
         seconds: wall time.
     """
@@ -96,11 +96,11 @@ class Analysis(Shown):
         guarantee: of the bounds.
         method: of the bounds.
         attack: the attack in words.
-        inputs: the inputs as they are shown.
-        layers: what was found, in the order of the model.
-        planned: how many layers were asked for; more than there are in `layers` when the run was interrupted.
-        notes: what a reader must know besides, such as random weights.
-        versions: of the packages that took part.
+        inputs: the inputs as displayed.
+        layers: the results, in the order of the model.
+        planned: how many layers were requested; more than `layers` holds if the run was interrupted.
+        notes: what else a reader must know, such as that weights are random.
+        versions: of the packages involved.
         command: the command line that made it, where there was one.
         seconds: wall time, with loading and tracing where the caller counted them.
     """
@@ -128,7 +128,7 @@ class Analysis(Shown):
 
     @property
     def interrupted(self) -> bool:
-        """Whether layers that were asked for are missing."""
+        """Whether requested layers are missing."""
         return len(self.layers) < self.planned
 
     @property
@@ -164,7 +164,7 @@ class Analysis(Shown):
             raise InputError(f"the fields do not fit {SCHEMA}: {error}; was the file edited?") from None
 
     def to_dataframe(self) -> DataFrame:
-        """A table of pandas with a row for each layer, input and radius; it needs pandas."""
+        """A pandas DataFrame with a row for each layer, input and radius; it needs pandas."""
         rows = [
             {
                 "layer": layer.index,

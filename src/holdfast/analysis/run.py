@@ -69,7 +69,7 @@ def analyze(
     An interrupt (Ctrl-C) ends the run; the layers that are finished are returned.
 
     Args:
-        model: any model whose attention `trace` knows.
+        model: any model whose attention `trace` can read.
         inputs: what the model takes: one tensor, or its keyword arguments. Tokens that a two-dimensional
             "attention_mask" leaves out are padding: they are shown and not counted.
         eps: one radius or several: how far the input of each layer may move, in the Frobenius norm.
@@ -78,13 +78,13 @@ def analyze(
         method: a bound's name, as `list_bounds` shows it; `taylor` takes its place where it has no proof for a layer.
         guarantee: of the bounds: "numerical", or "proved" (slow beyond a few hundred n · d).
         proved_slope: also prove the local constant of each layer from above.
-        attack: also search a perturbation at every eps.
+        attack: also search for a perturbation at every eps.
         tokens: what to call the tokens of each input; default their numbers.
-        pictures: the images behind the inputs, to shade their patches.
+        pictures: the images that the inputs come from, to shade their patches.
         name: what to call the model; default its class.
-        progress: a function that is told before each layer, and at the end; by default a bar in a terminal and in a
+        progress: a function called before each layer, and at the end; by default a bar in a terminal and in a
             notebook, with False none.
-        seed: of everything random.
+        seed: for everything random.
 
     Example:
         >>> analysis = analyze(model, tokenizer("A sentence.", return_tensors="pt"), eps=[0.01, 0.1])
@@ -117,7 +117,7 @@ def analyze(
         eps=tuple(radii),
         guarantee=guarantee,
         method=method,
-        attack=_ATTACK_WORDS if attack else "No attack was asked for.",
+        attack=_ATTACK_WORDS if attack else "No attack was requested.",
         inputs=shown,
         layers=tuple(analyzed),
         planned=len(chosen),
@@ -129,7 +129,7 @@ def analyze(
 
 @dataclass(frozen=True)
 class Work:
-    """What is asked for of every layer."""
+    """What to compute for every layer."""
 
     radii: list[float]
     method: str
@@ -140,7 +140,7 @@ class Work:
 
 
 def analyze_layer(index: int, traced: TracedLayer, shown: tuple[AnalyzedInput, ...], work: Work) -> AnalyzedLayer:
-    """One layer at all inputs; inputs whose padding agrees go together, with the padding cut off."""
+    """One layer at all inputs; inputs with the same padding go together, with the padding removed."""
     began = time.perf_counter()
     groups: dict[tuple[bool, ...], list[int]] = {}
     for place, view in enumerate(shown):
@@ -222,7 +222,7 @@ def _without_padding(
 ) -> tuple[AttentionLayer, Float[Tensor, "m r d"]]:
     """The layer and its inputs `members`, with the padding taken out.
 
-    No token attends to padding, so what is left is the same function of the tokens that are left.
+    No token attends to padding, so the result is the same function of the remaining tokens.
     """
     keep = real.nonzero().squeeze(-1).to(x.device)
 
@@ -242,13 +242,13 @@ def _without_padding(
 
 
 def _chosen(layers: Sequence[int] | None, count: int) -> list[int]:
-    """The layers that were asked for, in the order of the model."""
+    """The requested layers, in the order of the model."""
     if layers is None:
         return list(range(count))
     wrong = [index for index in layers if not 0 <= index < count]
     if wrong or not layers:
         asked = ", ".join(map(str, wrong)) or "no layer"
-        raise InputError(f"layers asks for {asked}; the model has attention layers 0 to {count - 1}")
+        raise InputError(f"layers includes {asked}; the model has attention layers 0 to {count - 1}")
     return sorted(set(layers))
 
 
@@ -260,6 +260,6 @@ def _words(layer: AttentionLayer) -> str:
 
 
 def _versions() -> dict[str, str]:
-    """Of the packages that took part; one that was never imported did not."""
+    """Of the packages involved; one that was never imported was not."""
     packages = {name: str(sys.modules[name].__version__) for name in _PACKAGES if name in sys.modules}
     return {"holdfast": __version__, "python": platform.python_version()} | packages

@@ -1,4 +1,4 @@
-"""What every attack shares: it checks, promotes, searches, and then believes only what it can re-evaluate."""
+"""What every attack shares: it checks, promotes, searches, and then trusts only what it can re-evaluate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.results import AttackResult
 
 
 class Attack(ABC):
-    """Searches a perturbation within eps that makes an objective large. A method writes `_search`."""
+    """Searches for a perturbation within eps that makes an objective large. A method writes `_search`."""
 
     name: ClassVar[str]
 
@@ -45,7 +45,7 @@ class Attack(ABC):
             x: (…, n, d) the points, float32 or float64; the search runs in float64.
             eps: one radius, or a sequence of them.
             objective: what to maximise.
-            seed: of everything random.
+            seed: for everything random.
         """
         began = time.perf_counter()
         checks.input(layer, x)

@@ -18,7 +18,7 @@ _FIRST_STEP, _LONGEST_STEP = 0.1, 2.0  # of all tokens together, in units of R â
 _GROWTH = 1.5
 _POWER_STEPS = 2  # towards the top singular vector at every point; it is followed from one point to the next
 _FIRST_POWER_STEPS = 10
-_TRIED = 4  # starts that are looked at for each that climbs
+_TRIED = 4  # starts that are examined for each that climbs
 
 
 @final
@@ -47,7 +47,7 @@ class LipschitzAscent:
             layer: the layer; searched in float64.
             radius: R; no token is longer.
             tokens: n.
-            seed: of everything random.
+            seed: for everything random.
         """
         began = time.perf_counter()
         layer, radius = checked(layer, radius, tokens, ascent=True)

@@ -92,7 +92,7 @@ class MinimalAttack:
             prediction: the class of each input; another answer is a change, and so is a tie.
             seed: of the random starts, which are the same for every input.
             threat: the norm, and the ends that inputs have.
-            seconds: after them no step is begun; None for no limit.
+            seconds: time after which no step is begun; None for no limit.
         """
         began = time.perf_counter()
         x = x.detach().double()

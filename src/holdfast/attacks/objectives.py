@@ -70,7 +70,7 @@ class Objective(ABC):
         return Placed(q, layer.q_norm, layer.rotary).value
 
     def _keys(self, z: Array) -> Array:
-        """The keys, less a common row where softmax does not see it."""
+        """The keys, minus a common row where softmax does not see it."""
         w, layer = self.layer.weights(z), self.layer
         k = z @ w.w_k
         if layer.beyond_dot_products is not None:

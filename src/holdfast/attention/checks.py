@@ -1,4 +1,4 @@
-"""What a layer and its input must be; every complaint is one line about the caller's own arguments."""
+"""What a layer and its input must be; every error is one line about the caller's own arguments."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def finite(t: Tensor, name: str) -> None:
 
 
 def module(attention: nn.MultiheadAttention) -> None:
-    """Plain self-attention: what an `AttentionLayer` can stand for."""
+    """Plain self-attention: what an `AttentionLayer` can represent."""
     reasons = {
         "is for cross-attention: it has separate key or value widths (kdim, vdim)": attention.in_proj_weight is None,
         "appends bias_k and bias_v tokens": attention.bias_k is not None,

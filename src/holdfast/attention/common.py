@@ -13,7 +13,7 @@ _LITTLE = 2.0**-20  # what is left of rows that agree up to this share is mostly
 
 
 def less_common(x: Ball) -> Ball:
-    """Rows (…, n, k) less their mean, so that numbers are smaller; as they are where all of them agree."""
+    """Rows (…, n, k) minus their mean, so that numbers are smaller; as they are where all of them agree."""
     mean = x.mid.mean(-2, keepdim=True)
     left, whole = (torch.linalg.vector_norm(part, dim=(-2, -1), keepdim=True) for part in (x.mid - mean, x.mid))
     return x - mean.where(left > _LITTLE * whole, 0.0)

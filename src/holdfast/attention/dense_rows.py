@@ -1,4 +1,4 @@
-"""Rows of the Jacobian's matrix, enclosed, in pieces that stay small; letters as in `jacobian.py`.
+"""Rows of the Jacobian's matrix, enclosed, in pieces that stay small; notation as in `jacobian.py`.
 
 Column by column, as derivatives along unit vectors (`derivatives.py`), a matrix takes n d passes over all scores. Plain
 and rotary scores are linear in both tokens, so there its blocks are written down by themselves, for one pass in all.

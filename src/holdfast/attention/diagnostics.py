@@ -1,4 +1,4 @@
-"""What the attention of a layer looks like at an input, and through which path its slope comes."""
+"""What a layer's attention looks like at an input, and which paths its slope comes from."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AttentionReport:
 
     Attributes:
         g1: (b…, h, n) g_1(p_i) of each row, which bounds ‖diag(p_i) - p_i p_iᵀ‖: 0 for a one-hot row, ½ at most.
-        attention_norm: (b…, h) ‖P‖, from 1 to √n, where all rows look at one token; an estimate.
+        attention_norm: (b…, h) ‖P‖, from 1 to √n, where all rows attend to one token; an estimate.
         entropy: (b…, h, n) of each row, in nats.
         sink: (b…, h) the token with the largest column of P.
         sink_share: (b…, h) that column's part of all attention, from 1/n to 1.
@@ -86,13 +86,13 @@ def _short(*numbers: Tensor | float) -> list[str]:
 def attention_report(
     layer: AttentionLayer, x: Float[Tensor, "*b n d"], *, tolerance: float = 1e-6, seed: int = 0
 ) -> AttentionReport:
-    """Where every head looks, how sensitive its softmax is, and through which paths the layer's slope comes.
+    """Where every head attends, how sensitive its softmax is, and which paths the layer's slope comes from.
 
     Args:
         layer: the attention layer.
         x: (b…, n, d) the inputs, float32 or float64; computed in float64.
         tolerance: relative accuracy of the slope and of ‖P‖.
-        seed: of the random start of their iteration.
+        seed: for the random start of their iteration.
 
     Example:
         >>> report = attention_report(layer, x)

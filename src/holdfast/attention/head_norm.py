@@ -24,7 +24,7 @@ _SHARP = up(2 / math.sqrt(3.0), 2**-48)  # not below the exact value, also after
 @final
 @dataclass(frozen=True, eq=False)
 class HeadNorm:
-    """w ∘ u / √(mean u² + eps) + bias of every query or key, "rms"; "layer" takes the mean of u off first.
+    """w ∘ u / √(mean u² + eps) + bias of every query or key, "rms"; "layer" subtracts the mean of u first.
 
     Args:
         weight: (k), or (heads, k) for weights of each head; the heads of keys are the key-value heads.
@@ -90,7 +90,7 @@ class HeadNorm:
         return u.sum(dims, keepdim=True) / float(count)
 
     def centred(self, u: Array) -> Array:
-        """What is normalised: u, or u less its mean."""
+        """What is normalised: u, or u minus its mean."""
         return u if self.kind == "rms" else u - self.mean(u)
 
     def steepest(self, u: Array, radius: Array) -> Array:
@@ -160,6 +160,18 @@ class Placed(Generic[Array]):
             return self._turned_back(d)
         pulled = self._through((d if norm.after_rotation else self._turned_back(d)) * self._weight)
         return self._turned_back(pulled) if norm.after_rotation else pulled
+
+    def push2(self, a: Array, b: Array) -> Array:
+        """The second derivative of `value` along movements a and b of raw."""
+        norm = self._norm
+        if norm is None:
+            return self._turned(a + b) * 0.0
+        first, second = (norm.centred(self._turned(d) if norm.after_rotation else d) / self._sigma for d in (a, b))
+        unit = self._directions
+        along, other = norm.mean(unit * first), norm.mean(unit * second)
+        bent = unit * (along * other * 3.0 - norm.mean(first * second)) - first * other - second * along
+        bent = bent * self._weight
+        return bent if norm.after_rotation else self._turned(bent)
 
     def _through(self, d: Array) -> Array:
         """(Πd - z mean(z d)/σ²)/σ, a symmetric map."""

@@ -1,6 +1,6 @@
 """One layer of softmax dot-product self-attention, with what today's models do to its scores.
 
-Letters: b batch, h heads, g key-value heads, n tokens, d width, k head width.
+Notation: b batch, h heads, g key-value heads, n tokens, d width, k head width.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class AttentionLayer:
         causal: a query attends to no later key.
         rotary: position-dependent maps R_i: the scores are then scale · (R_i q_i) · (R_j k_j).
         score_bias: a constant added to the scores: (n, n), (h, n, n) or (b…, h, n, n).
-        q_norm: queries are normalised (`HeadNorm`), before positions turn them or after.
-        k_norm: the same of the keys.
+        q_norm: how queries are normalised (`HeadNorm`), before or after positions turn them.
+        k_norm: the same for the keys.
         soft_cap: c; every score s becomes c · tanh(s / c), before a bias is added and the mask applied.
         sinks: (h) a logit of each head that takes part in softmax as one more key without a value.
 
@@ -312,8 +312,8 @@ class AttentionLayer:
         attention = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
         if isinstance(module, nn.TransformerDecoderLayer):
             raise InputError(
-                "from_module got TransformerDecoderLayer, whose cross-attention has keys and values of another tensor; "
-                "pass its self_attn, or certify the whole: networks attend to a fixed memory"
+                "from_module got TransformerDecoderLayer, whose cross-attention takes keys and values from another "
+                "tensor; pass its self_attn, or certify the whole: networks attend to a fixed memory"
             )
         if not isinstance(attention, nn.MultiheadAttention):
             raise InputError(

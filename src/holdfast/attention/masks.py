@@ -27,7 +27,7 @@ def chunked(n: int, size: int, *, causal: bool = True) -> Bool[Tensor, "n n"]:
 
 
 def blocks(sizes: Sequence[int]) -> Bool[Tensor, "n n"]:
-    """Sequences of the given lengths behind each other: tokens attend within their own."""
+    """Sequences of the given lengths one after another: tokens attend within their own."""
     if not sizes:
         raise InputError("sizes is empty; expected the lengths of the sequences")
     _positive(**{f"sizes[{i}]": size for i, size in enumerate(sizes)})

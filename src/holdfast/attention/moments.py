@@ -220,7 +220,7 @@ def _shares(w: Tensor) -> Tensor:
 
 
 def _covariances(left: Tensor, w: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """(…, h, n, k, k) covariances of rows (b…, h, n, k) with the weights of every query, and its own row less its mean.
+    """(…, h, n, k, k) covariances of rows (b…, h, n, k) by the weights of every query, and its own row, centred.
 
     Means are taken off before anything is squared, for a few queries at a time.
     """

@@ -1,7 +1,7 @@
 """The derivative of a layer along one direction, apart for every head and every way in which the direction enters.
 
 Row i of DF(X)G is residual · g_i + Σ_l Cᵀ( Σ_j p_ij g_j + Cov_i(x_j, s'_ij) ), where s'_ij is linear in g_i through the
-query and in g_j through the key: the tokens move as values, as queries and as keys (letters as in `jacobian.py`; the
+query and in g_j through the key: the tokens move as values, as queries and as keys (notation as in `jacobian.py`; the
 formulas are those of `derivatives.py`).
 """
 

@@ -63,7 +63,7 @@ class Rotary:
         return q * cos + q[..., partner] * sin
 
     def turn_keys(self, k: Array, bias: Array | None) -> Array:
-        """R_j (k_j + bias) less the mean of R_j bias, which is constant along the rows of scores: (…, h, n, k)."""
+        """R_j (k_j + bias) minus the mean of R_j bias, which is constant along the rows of scores: (…, h, n, k)."""
         if bias is None:
             return self.turn(k)
         added = self.turn(bias.unsqueeze(-2).expand(*k.shape[-3:]))

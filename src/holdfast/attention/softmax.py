@@ -131,7 +131,7 @@ def _narrow(value: Tensor, dtype: torch.dtype, side: Literal[-1, 1]) -> Tensor:
 @final
 @dataclass(frozen=True)
 class SoftmaxRows:
-    """Rows p (…, n) of float64 numbers that are not negative, and what is known of ‖diag(Sp) - ppᵀ‖ = S² ‖M(p/S)‖.
+    """Rows p (…, n) of float64 numbers that are not negative, and what is known about ‖diag(Sp) - ppᵀ‖ = S² ‖M(p/S)‖.
 
     p_1 >= p_2 >= … are the sorted entries, S their sum, t = S - p_1, r = S - p_1 - p_2.
     """

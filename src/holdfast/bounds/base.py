@@ -37,9 +37,9 @@ Need = Literal["smallest", "quick", "near"]
 _BEYOND_PROOF: dict[ScoreTerm, str] = {
     "rotary": "the layer has rotary positions, and the proof does not cover them",
     "bias": "the layer adds a bias to its scores, and the proof does not cover it",
-    "cap": "the layer caps its scores, and the proof, which leaves out what moves a row alike, does not cover it",
-    "sinks": "the layer has sinks, and the proof, by rows that sum to 1, does not cover them",
-    "norms": "the layer normalises queries or keys, and the proof, for linear ones, does not cover it",
+    "cap": "the layer caps its scores, and the proof, which drops what shifts a whole row, does not cover it",
+    "sinks": "the layer has sinks, and the proof, which needs rows that sum to 1, does not cover them",
+    "norms": "the layer normalises queries or keys, and the proof, which needs linear ones, does not cover it",
 }
 
 
@@ -66,7 +66,7 @@ class Evaluation(Generic[Array]):
 
 
 class LayerMethod(Method):
-    """What every registered bound of a layer says of itself."""
+    """What every registered bound of a layer says about itself."""
 
     side: ClassVar[Side] = "upper"
     scope: ClassVar[Scope]
@@ -81,7 +81,7 @@ class LayerMethod(Method):
     @classmethod
     @final
     def check_guarantees(cls) -> None:
-        """Refuses a class whose metadata is not complete, or with a guarantee that is none."""
+        """Refuses a class whose metadata is incomplete, or whose guarantees are not valid."""
         cls.check_metadata()
         if not set(cls.guarantees) <= set(get_args(Guarantee)):
             raise HoldfastError(f"{cls.__name__} lacks valid guarantees; expected some of {get_args(Guarantee)}")
@@ -106,7 +106,7 @@ class LayerMethod(Method):
 
 
 class MethodAtPoint(LayerMethod):
-    """What every bound at a point of a layer says of itself: for which layers it has a proof."""
+    """What every bound at a point of a layer says about itself: for which layers it has a proof."""
 
     @abstractmethod
     def _refusal(self, layer: AttentionLayer) -> str | None:
@@ -165,7 +165,7 @@ class Bound(MethodAtPoint):
             x: (…, n, d) the points, float32 or float64; computed in float64.
             eps: one radius, or a sequence of them.
             guarantee: "proved" or "numerical".
-            memory_limit: bytes that one proved norm may hold.
+            memory_limit: bytes that one proved norm may use.
         """
         began = time.perf_counter()
         checks.input(layer, x)

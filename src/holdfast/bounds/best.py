@@ -120,7 +120,7 @@ class BestOnBall(BallBound):
     """The minimum of the other bounds on a ball around 0; `terms` holds each one's value."""
 
     name = "best"
-    score_terms = ("rotary", "bias")
+    score_terms = ("rotary",)
     cost = "that of all bounds on a ball around 0 together"
     reference: ClassVar[str] = "holdfast"
 

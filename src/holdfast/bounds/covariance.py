@@ -15,7 +15,7 @@ from torch import Tensor
 from holdfast.attention import AttentionLayer, ValueOperator
 from holdfast.attention.moments import ScoreMoments
 from holdfast.bounds.base import Bound, Evaluation, register_bound
-from holdfast.bounds.over_ball import OverBall
+from holdfast.bounds.over_ball import OverBall, refuses
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
 
@@ -30,12 +30,12 @@ class Plus(Bound):
 
     name = "plus"
     in_networks = ("smallest",)
-    score_terms = ("rotary", "bias", "sinks")
+    score_terms = ("rotary", "bias", "sinks", "norms")
     cost = "two norms of size nd x nd"
     reference: ClassVar[str] = "holdfast"
 
     def _refusal(self, layer: AttentionLayer) -> str | None:
-        return None
+        return refuses(layer)
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         ball = OverBall(a, layer, x, eps)
@@ -44,9 +44,10 @@ class Plus(Bound):
         centred = f.v - a.number(f.v).mean(-2, keepdim=True)
         values = a.matrix_norm(centred.flatten(-3, -2))
         pairs = (~ball.masked).to(torch.float64).expand(f.p.shape)
-        scores = a.once("scores", lambda: a.norm(ScoreMoments(f.query_rows, f.key_rows, pairs)))
+        scores = a.once("scores", lambda: a.norm(ScoreMoments(ball.map.query_rows, ball.map.key_rows, pairs)))
         spread = values.unsqueeze(-1) + ball.stacked_C * eps
-        moved = scores.unsqueeze(-1) * eps + ball.joint_A * (eps * eps)
+        curved = ball.second_movement(ball.joint_A, a.lift(pairs))
+        moved = scores.unsqueeze(-1) * eps + (curved.movedim(0, -1) if curved.ndim else curved) * (eps * eps)
         value = zeta.unsqueeze(-1) * eps + spread * moved * 0.5
         terms = {"zeta": zeta, "norm_XC": values, "norm_M": scores, "norm_C": ball.stacked_C, "norm_A": ball.joint_A}
         return Evaluation(value, terms)
@@ -62,18 +63,18 @@ class Covariance(Bound):
 
     name = "cov"
     in_networks = ("smallest",)
-    score_terms = ("rotary", "bias", "sinks")
+    score_terms = ("rotary", "bias", "sinks", "norms")
     cost = "for every eps one norm of size nd x hn², and n of size hn x d"
     reference: ClassVar[str] = "holdfast"
 
     def _refusal(self, layer: AttentionLayer) -> str | None:
-        return None
+        return refuses(layer)
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         ball = OverBall(a, layer, x, eps)
         zeta = a.once("zeta", lambda: a.norm(ValueOperator(layer, x)))
         weights = ball.value_spread.square().unsqueeze(-1).unsqueeze(-3) * ball.q
-        scores = a.norm(ScoreMoments(ball.f.query_rows, ball.f.key_rows, a.lift(a.number(weights)))).movedim(0, -1)
-        bilinear = ball.joint_bilinear(weights.amax((-2, -1))).movedim(0, -1)
+        scores = a.norm(ScoreMoments(ball.map.query_rows, ball.map.key_rows, a.lift(a.number(weights)))).movedim(0, -1)
+        bilinear = ball.second_movement(ball.joint_bilinear(weights.amax((-2, -1))), weights).movedim(0, -1)
         value = (zeta.unsqueeze(-1) + scores + bilinear * eps) * eps
         return Evaluation(value, {"zeta": zeta, "scores": scores, "bilinear": bilinear})

@@ -69,7 +69,7 @@ class PointBound(MethodAtPoint, LipschitzBound):
             layer: the layer.
             x: (b…, n, d) the points, float32 or float64; computed in float64.
             guarantee: "proved" or "numerical".
-            memory_limit: bytes that one proved norm may hold.
+            memory_limit: bytes that one proved norm may use.
         """
         began = time.perf_counter()
         checks.input(layer, x)
@@ -125,10 +125,10 @@ class BallBound(LipschitzBound):
         Args:
             layer: the layer; computed in float64.
             radius: R, or a sequence of r radii for a value (r).
-            tokens: n, how many tokens there are.
+            tokens: n, the number of tokens.
             p: exponent of the distance, from 1 to inf: W_p without a mask, token-wise otherwise.
             guarantee: "proved" or "numerical".
-            memory_limit: bytes that one proved norm may hold.
+            memory_limit: bytes that one proved norm may use.
         """
         began = time.perf_counter()
         radius = as_numbers(radius)
@@ -175,7 +175,7 @@ def attained_gain(layer: AttentionLayer, x: Float[Tensor, "*b n d"]) -> Float[Te
 def _attained_in_ball(
     layer: AttentionLayer, radii: Float[Tensor, " r"], tokens: int, memory_limit: float
 ) -> Float[Tensor, " r"]:
-    """(r) an attained slope in each ball: at random tokens of length R; 0 where there is no memory to look for one."""
+    """(r) an attained slope in each ball: at random tokens of length R; 0 where memory does not allow the search."""
     masks = () if layer.mask is None else layer.mask.shape[:-2]
     masks = masks if layer.rotary is None else layer.rotary.batch or masks
     heads = radii.numel() * layer.h * math.prod(masks)

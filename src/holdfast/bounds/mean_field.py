@@ -1,7 +1,7 @@
 """Lipschitz constants of attention that hold for every number of tokens (after Castin, Ablin and Peyré 2024).
 
 Attention is a map of measures: Σ_i μ_i δ_{x_i} goes to Σ_i μ_i δ_{F(X)_i}, and tokens enter a row with the density
-ρ(x, y) = e^{s(x,y)} / ∫ e^{s(x,z)} dμ(z) <= e^{2αR}. Letters as in `castin.py`; proofs: docs/math/regularity.md.
+ρ(x, y) = e^{s(x,y)} / ∫ e^{s(x,z)} dμ(z) <= e^{2αR}. Notation as in `castin.py`; proofs: docs/math/regularity.md.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from holdfast.attention import AttentionLayer, fold
 from holdfast.attention.jacobian import Folded
 from holdfast.attention.moments import RowMoments, ScoreMoments
 from holdfast.attention.sink_token import with_sink_token
-from holdfast.bounds.score_map import ScoreMap, distances2, root, score_map, side_by_side
+from holdfast.bounds.normed_map import NormedMaps
+from holdfast.bounds.score_map import AnyScoreMap, ScoreMap, distances2, root, score_map, side_by_side
 from holdfast.errors import InputError
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
@@ -52,7 +53,10 @@ class OverBall(Generic[Array]):
         X = a.lift(x)
         w = layer.weights(X)
         self.f: Folded[Array] = fold(layer, X)
-        self.map: ScoreMap[Array] = score_map(a, layer, self.f)
+        linear = layer.q_norm is None and layer.k_norm is None
+        self.map: AnyScoreMap[Array] = (
+            score_map(a, layer, self.f) if linear else NormedMaps(a, layer, X, self.f, self._radii)
+        )
         self._A: Array = self.map.forms[0]
         self._A_transposed: Array = self.map.forms[1]
         self._C_transposed: Array = a.product(w.w_o.mT, w.w_v)  # up to an isometry on the right
@@ -62,6 +66,12 @@ class OverBall(Generic[Array]):
         every = torch.ones(n, n, dtype=torch.bool, device=x.device)
         #: (b…, 1, n, n) the pairs that no head attends to.
         self.masked: Tensor = ~(every if allowed is None else allowed.to(x.device)).unsqueeze(-3)
+
+    @property
+    def linear(self) -> ScoreMap[Array]:
+        """The scores of linear queries and keys: what is told of common movements has no proof for others."""
+        assert isinstance(self.map, ScoreMap)
+        return self.map
 
     def r(self, dims: int) -> Array:
         """The radii, ready for a tensor with `dims` dimensions behind the batch."""
@@ -127,8 +137,15 @@ class OverBall(Generic[Array]):
         s'(Z) - s'(X) = G A_l (Z - X)ᵀ + (Z - X) A_l Gᵀ is bounded by the largest weight of each head.
         """
         weights = self.a.lift(self.a.number(weights))  # larger weights cover as well; from here on they are exact
-        at_x = self.a.norm(ScoreMoments(self.f.query_rows, self.f.key_rows, weights), rough=True)
-        return at_x + self.joint_bilinear(weights.amax((-2, -1))) * self.r(0) * 2.0
+        at_x = self.a.norm(ScoreMoments(self.map.query_rows, self.map.key_rows, weights), rough=True)
+        moved = at_x + self.joint_bilinear(weights.amax((-2, -1))) * self.r(0) * 2.0
+        bend = self.map.bend(weights)
+        return moved if bend is None else moved + bend * self.r(0)
+
+    def second_movement(self, bilinear: Array, weights: Array) -> Array:
+        """(r, b…) r² times this bounds what of the movement of all scores is not linear, from its bilinear part."""
+        bend = self.map.bend(weights)
+        return bilinear if bend is None else bilinear + bend * 0.5
 
     # -- spreads of values and scores, all heads together
 
@@ -142,7 +159,8 @@ class OverBall(Generic[Array]):
     def query_spread(self) -> Array:
         """(r, b…, n) η_i >= (Σ_l Var(A_l z_j · w))^½ for unit w."""
         q = self.a.lift(self.q)
-        return self.a.norm(RowMoments(self.f.query_rows, q), rough=True) + self._moved(q.amax(-1)) * self.rows_A
+        at_x = self.a.norm(RowMoments(self.linear.query_rows, q), rough=True)
+        return at_x + self._moved(q.amax(-1)) * self.rows_A
 
     @cached_property
     def damping(self) -> Array:
@@ -165,10 +183,13 @@ class OverBall(Generic[Array]):
         g_i enters through the query and, at key i, through the key; the other tokens through the key alone.
         """
         a = self.a
-        own = a.norm(RowMoments(self.f.query_rows, weights, own=self.map.own_keys), rough=True)
-        own = own + self._moved(a.lift(weights.amax(-1))) * (self.rows_A + self.joint_A)
+        own = a.norm(RowMoments(self.map.query_rows, weights, own=self.map.own_keys), rough=True)
+        own = own + self._moved(a.lift(weights.amax(-1))) * (self.rows_A + self.joint_A).unsqueeze(-1)
         others = self.map.other_keys(root(norm))
-        others = others + self._moved(norm) * self.joint_A
+        others = others + self._moved(norm) * self.joint_A.unsqueeze(-1)
+        bent = self.map.row_bend(weights, norm)
+        if bent is not None:
+            own, others = own + bent[0] * self.r(1), others + bent[1] * self.r(1)
         return root(own.square() + others.square())
 
     @cached_property
@@ -226,7 +247,7 @@ class OverBall(Generic[Array]):
 
         Without rotary positions the keys then move the scores of a row alike, and what is left is `query_spread`.
         """
-        variations = self.map.key_variations2
+        variations = self.linear.key_variations2
         if variations is None:
             return self.query_spread
         keys = root((self.a.lift(self.q) * variations).sum(-1).sum(-2))
@@ -236,6 +257,14 @@ class OverBall(Generic[Array]):
     def _centred_values(self) -> Array:
         """Rows x_j C with a common constant taken off, which leaves differences alone and spares digits."""
         return self.f.v - self.a.number(self.f.v).mean(-2, keepdim=True)
+
+
+def refuses(layer: AttentionLayer) -> str | None:
+    """Why constants over a ball have no proof for the layer, or None."""
+    normed = layer.q_norm is not None or layer.k_norm is not None
+    if normed and layer.sinks is not None:
+        return "the layer has sinks and normalises queries or keys, and the proof does not cover both together"
+    return None
 
 
 def _covered_norm(a: Arithmetic[Array], w: Tensor) -> Array:

@@ -362,7 +362,8 @@ def by_traces(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor) -> AtPoint
 def projections(layer: AttentionLayer, X: Array) -> tuple[Array, Array, Array]:
     """Queries, with the scale, keys and values (…, h, n, k), the first two turned by their positions.
 
-    Keys and values are less a common row; a key bias, which is one but for rotary positions, is left out then too.
+    A common row is subtracted from keys and values; a key bias, which is one except with rotary positions, is then
+    left out too.
     """
     w, rotary = layer.weights(X), layer.rotary
     query, value = project(X, w.w_q, w.b_q) * layer.scale, project(X, w.w_v, None)

@@ -27,27 +27,36 @@ from holdfast.linalg.rounding import up
 _CHUNK = {"cpu": 2**21, "cuda": 2**27}  # numbers of one temporary
 
 
-class ScoreMap(ABC, Generic[Array]):
-    """The derivatives of the scores at X, for the norms that bounds are made of.
+class AnyScoreMap(ABC, Generic[Array]):
+    """What constants of a ball are made of: how the scores move around X.
 
     Args:
         a: the arithmetic.
-        layer: float64.
         f: the layer at X, folded.
     """
 
-    def __init__(self, a: Arithmetic[Array], layer: AttentionLayer, f: Folded[Array]) -> None:
+    def __init__(self, a: Arithmetic[Array], f: Folded[Array]) -> None:
         self.a: Arithmetic[Array] = a
         self.f: Folded[Array] = f
-        self._w: Weights[Array] = layer.weights(f.p)
-        self._scale = layer.scale
+
+    # -- the linear part at X
+
+    @property
+    def query_rows(self) -> Rows[Array]:
+        """u_lij."""
+        return self.f.query_rows
+
+    @property
+    def key_rows(self) -> Rows[Array]:
+        """a_lij."""
+        return self.f.key_rows
 
     # -- the bilinear part
 
     @property
     @abstractmethod
     def forms(self) -> tuple[Array, Array]:
-        """(h, d, …) maps that stand for A_l and A_lᵀ.
+        """(h, d, …) maps that stand for A_l and A_lᵀ; (r, b…, h, d, …) where they are others on every ball.
 
         For numbers w_l, (Σ_lij w_l² (g_iᵀA_lij g'_j)²)^½ <= ‖[w_1 A_1 … w_h A_h]‖ ‖G‖_F ‖G'‖_F, the same with the
         second ones, and ‖A_lij‖ <= ‖A_l‖.
@@ -85,6 +94,45 @@ class ScoreMap(ABC, Generic[Array]):
     def other_keys(self, factors: Array) -> Array:
         """(…, n) a bound of (Σ_lj f_li² (a_lij · g_j)²)^½ over ‖G‖_F = 1, for each row i; factors (…, h, n)."""
 
+    # -- what is neither linear nor bilinear: nothing, but for norms
+
+    def bend(self, weights: Array) -> Array | None:
+        """(r, b…) a bound of (Σ_lij w_lij (q̂''_li · k̂_lj + q̂_li · k̂''_lj - c_li)²)^½ on the ball, or None for 0.
+
+        Times r it bounds what bending adds to (Σ_lij w_lij (s'_lij - c_li)²)^½ on the way from X to Z.
+        """
+        return None
+
+    def row_bend(self, weights: Tensor, norm: Array) -> tuple[Array, Array] | None:
+        """(r, b…, n) what bending adds for each row, times r: by the row's own token, and by the others.
+
+        Weights are (r, b…, h, n, n), and the norm of `other_keys` squared is (r, b…, h, n).
+        """
+        return None
+
+
+class ScoreMap(AnyScoreMap[Array]):
+    """The derivatives of scores of linear queries and keys, also for the norms that slopes are made of.
+
+    Args:
+        a: the arithmetic.
+        layer: float64.
+        f: the layer at X, folded.
+    """
+
+    def __init__(self, a: Arithmetic[Array], layer: AttentionLayer, f: Folded[Array]) -> None:
+        AnyScoreMap.__init__(self, a, f)
+        self._w: Weights[Array] = layer.weights(f.p)
+        self._scale = layer.scale
+
+    @property
+    @abstractmethod
+    def key_variations2(self) -> Array | None:
+        """(b…, h, n, n) ‖a_lij - c_li‖² for some c_li; None where a_lij is the same for all j.
+
+        Then keys that move alike move the scores of a row alike.
+        """
+
     @abstractmethod
     def query_norm(self, *, centred: bool) -> Array:
         """(b…, h) a bound of (Σ_ij (g_i · u_lij)²)^½; `centred` where a constant may be taken off u_lij for each i."""
@@ -96,14 +144,6 @@ class ScoreMap(ABC, Generic[Array]):
     @abstractmethod
     def joint_key_norm(self, factors: Array) -> Array:
         """(…) a bound of (Σ_lij f_i² (a_lij · g_j)²)^½, all heads together; factors (…, n)."""
-
-    @property
-    @abstractmethod
-    def key_variations2(self) -> Array | None:
-        """(b…, h, n, n) ‖a_lij - c_li‖² for some c_li; None where a_lij is the same for all j.
-
-        Then keys that move alike move the scores of a row alike.
-        """
 
 
 def score_map(a: Arithmetic[Array], layer: AttentionLayer, f: Folded[Array]) -> ScoreMap[Array]:
@@ -297,36 +337,36 @@ def turned_growth(
 def squares_at_queries(rotary: Rotary, key: Array, w: Array, p: Array) -> Array:
     """(…, h, n, n) at (i, j) ‖W_l R_iᵀ (k_lj - Σ_m p_lim k_lm)‖² for keys (…, h, n, k)."""
     gram, squares = (w.mT @ w).unsqueeze(-3), []
-    for rows in _blocks(key):
+    for rows in blocks(key):
         z = key.unsqueeze(-2) - (p[..., rows, :] @ key).unsqueeze(-3)  # (…, h, j, i, k)
         back = rotary.turn_back(z.flatten(-4, -3), rows).reshape(*z.shape)
         squares.append(((back @ gram) * back).sum(-1).mT)
-    return _joined(squares)
+    return joined(squares)
 
 
 def squares_at_keys(rotary: Rotary, query: Array, w: Array, p: Array | None = None) -> Array:
-    """(…, h, n, n) at (i, j) ‖W_l R_jᵀ q_li‖² for queries (…, h, n, k); with p, of R_jᵀ q_li less its mean over j."""
+    """(…, h, n, n) at (i, j) ‖W_l R_jᵀ q_li‖² for queries (…, h, n, k); with p, of R_jᵀ q_li minus its mean over j."""
     n, k = query.shape[-2:]
     gram, squares = (w.mT @ w).unsqueeze(-3), []
-    for rows in _blocks(query):
+    for rows in blocks(query):
         z = query[..., rows, :].unsqueeze(-2)
         z = z.expand(*z.shape[:-2], n, k)  # (…, h, i, j, k)
         back = rotary.turn_back(z.flatten(-4, -3)).reshape(*z.shape)
         if p is not None:
             back = back - p[..., rows, :].unsqueeze(-2) @ back
         squares.append(((back @ gram) * back).sum(-1))
-    return _joined(squares)
+    return joined(squares)
 
 
-def _blocks(rows: Array) -> list[slice]:
+def blocks(rows: Array) -> list[slice]:
     """Rows in blocks, so that what is held for each pair of one of them and any other, (…, h, i, n, k), stays small."""
     n, size = rows.shape[-2], math.prod(rows.shape)
     step = max(1, _CHUNK.get(rows.device.type, 2**21) // size)
     return [slice(start, min(start + step, n)) for start in range(0, n, step)]
 
 
-def _joined(parts: list[Array]) -> Array:
-    """Parts that follow each other along the second last dimension."""
+def joined(parts: list[Array]) -> Array:
+    """Parts (…, some, n) that follow each other along the second last dimension."""
     first = parts[0]
     if isinstance(first, Ball):
         mids, rads = ([getattr(part, name) for part in parts] for name in ("mid", "rad"))

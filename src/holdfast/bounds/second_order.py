@@ -15,7 +15,7 @@ from torch import Tensor
 from holdfast.attention import AttentionJacobian, AttentionLayer, ValueOperator
 from holdfast.attention.mean_split import CommonPart, Coupling, OtherPart
 from holdfast.bounds.base import Bound, Evaluation, register_bound
-from holdfast.bounds.over_ball import OverBall
+from holdfast.bounds.over_ball import OverBall, refuses
 from holdfast.bounds.score_map import root
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
@@ -37,7 +37,9 @@ def every_direction(ball: OverBall[Array]) -> Array:
     t = a.lift(best.nan_to_num(nan=1.0).clamp(1e-6, 1e6)).unsqueeze(-2)
     cubic = third.square().unsqueeze(-2)
     weights = (first2 * (t + 1.0)).unsqueeze(-1) * ball.q + (cubic + cubic / t).unsqueeze(-1) * ball.third_weights
-    return ball.score_movement(weights) + (ball.damping * ball.value_spread).amax(-1) * ball.joint_A * 2.0
+    beta = ball.score_movement(weights) + (ball.damping * ball.value_spread).amax(-1) * ball.joint_A * 2.0
+    bend = ball.map.bend(ball.value_spread.square().unsqueeze(-1).unsqueeze(-3) * ball.q)
+    return beta if bend is None else beta + bend
 
 
 def where_tokens_agree(ball: OverBall[Array]) -> tuple[Array, Array]:
@@ -48,7 +50,7 @@ def where_tokens_agree(ball: OverBall[Array]) -> tuple[Array, Array]:
     # All tokens alike: g does not vary, so that Cov(s', g) vanishes; without rotary positions Cov(s'', z) does too.
     alike = D * eta.square()
     mixed = _rms(ball.damping * eta) * ball.stacked_C + _rms(damped) * ball.rows_A
-    if ball.map.key_variations2 is not None:
+    if ball.linear.key_variations2 is not None:
         alike = alike + ball.value_spread * ball.joint_A * 2.0
         mixed = mixed + ball.value_spread.amax(-1) * ball.joint_A / down(math.sqrt(D.shape[-1]), 2**-50)
     common = root(alike.square().sum(-1)) / D.shape[-1]
@@ -106,12 +108,12 @@ class SecondOrder(Bound):
 
     name = "second-order"
     in_networks = ("smallest",)
-    score_terms = ("rotary", "bias", "sinks")
+    score_terms = ("rotary", "bias", "sinks", "norms")
     cost = "three norms of size nd x nd; for every node (about 6) one of size nd x hn², and n of size hn x d"
     reference: ClassVar[str] = "holdfast"
 
     def _refusal(self, layer: AttentionLayer) -> str | None:
-        return None
+        return refuses(layer)
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         J = AttentionJacobian(layer, x)
@@ -120,7 +122,8 @@ class SecondOrder(Bound):
         ball = on_nodes(a, layer, x, nodes)
         every = integrate(a, a.once("every", lambda: every_direction(ball), nodes), nodes)
         plain = gain.unsqueeze(-1) * eps + every
-        if layer.sinks is not None:  # a common movement of the tokens moves them all against the sink
+        # A common movement of the tokens moves them all against a sink, and normed queries and keys in many ways.
+        if layer.beyond_dot_products is not None:
             return Evaluation(plain, {"jacobian": gain, "curved": every})
         little = torch.zeros_like(a.number(gain), dtype=torch.bool)
         if size > _LARGE:
@@ -158,12 +161,12 @@ class Mixed(Bound):
 
     name = "mixed"
     in_networks = ("smallest",)
-    score_terms = ("rotary", "bias", "sinks")
+    score_terms = ("rotary", "bias", "sinks", "norms")
     cost = "that of second-order, and for every node one norm of size nd x hn²"
     reference: ClassVar[str] = "holdfast"
 
     def _refusal(self, layer: AttentionLayer) -> str | None:
-        return None
+        return refuses(layer)
 
     def _evaluate(self, a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, eps: Array) -> Evaluation[Array]:
         nodes = nodes_for(a.number(eps), x.shape[-2:].numel())

@@ -81,7 +81,7 @@ def curvature_on_balls(
 
 
 def _values(a: Arithmetic[Array], layer: AttentionLayer, f: Folded[Array]) -> Array:
-    """Values less a common row, which counts where there are sinks."""
+    """Values minus a common row, which counts where there are sinks."""
     return f.v if layer.sinks is not None else f.v - a.number(f.v).mean(-2, keepdim=True)
 
 

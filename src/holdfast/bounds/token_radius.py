@@ -1,4 +1,4 @@
-"""How long a token can be after a normalisation: the radius that bounds on balls ask for."""
+"""How long a token can be after a normalisation: the radius that bounds on balls need."""
 
 from __future__ import annotations
 

@@ -169,8 +169,8 @@ def slope_on_balls(ball: OverBall[Array], zeta: Array, residual: float) -> Array
 
 def attention_movement(ball: OverBall[Array]) -> Array:
     """(r, b…, h) m_l."""
-    lam, keys = ball.softmax_norm, ball.map.key_norm(ball.softmax_norm)
-    return lam.amax(-1) * (ball.map.query_norm(centred=True) + ball.norm_A * ball.r(1) * 2.0) + keys
+    lam, keys = ball.softmax_norm, ball.linear.key_norm(ball.softmax_norm)
+    return lam.amax(-1) * (ball.linear.query_norm(centred=True) + ball.norm_A * ball.r(1) * 2.0) + keys
 
 
 def value_path_on_balls(ball: OverBall[Array], zeta: Array, residual: float, moved: Array) -> Array:

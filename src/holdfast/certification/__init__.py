@@ -1,4 +1,4 @@
-"""Certificates of whole data sets: run, resume, split, merge, and check again."""
+"""Certificates for whole data sets: run, resume, split, merge, and verify."""
 
 from holdfast.attacks.minimal import MinimalAttack, NearestChange
 from holdfast.certification.examine import examine

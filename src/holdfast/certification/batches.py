@@ -1,4 +1,4 @@
-"""How many inputs are treated at once, where nobody says."""
+"""How many inputs are treated at once by default."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from holdfast.compositions import compositions
 from holdfast.network.network import Network, Residual
 
 _MOST = 1024  # inputs at once on an accelerator; an H200 is hardly faster with more
-_UNKNOWN = 8  # on a device that is not here
+_UNKNOWN = 8  # on a device that is not on this machine
 _SHARE = 0.8  # of the free memory
-_COPIES = 8  # of the largest thing that a piece holds; 6.6 were seen on an H200
+_COPIES = 8  # times the largest thing that a piece holds; 6.6 was observed on an H200
 _BYTES = 8
 
 
 def fitting(network: Network, x: Float64[Tensor, "1 n d"], method: str, device: str, processes: int) -> int:
-    """A number of inputs for which there is memory on an accelerator, of three leading bits.
+    """A number of inputs that fit into an accelerator's memory, rounded to three leading bits.
 
-    A batch that does not fit is halved when it fails, so that this need not be exact.
+    A batch that does not fit is halved when it fails, so this need not be exact.
 
     Args:
         network: the classifier.
         x: one input.
         method: the composition.
         device: the accelerator.
-        processes: that share it.
+        processes: how many share it.
     """
     if not torch.cuda.is_available():
         return _UNKNOWN
     free, _ = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # kept by torch for later
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # kept by torch for reuse
     room = _SHARE * free / processes / (_COPIES * _BYTES * held_numbers(network, x, method))
     most = max(1, min(_MOST, int(room)))
     step = 1 << max(0, most.bit_length() - 3)

@@ -1,4 +1,4 @@
-"""One batch of inputs: what is proved of them, and what an attack finds. It depends on nothing else."""
+"""One batch of inputs: what is proved about them, and what an attack finds. It depends on nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def examine(
     device: str = "cpu",
     readings: Readings | None = None,
 ) -> list[Record]:
-    """One record for each input of a batch, computed on the device; a model that was read before is not read again."""
+    """One record per input of a batch, computed on the device; a model that was read before is not read again."""
     entered = enter(model, batch.inputs, settings, readings, device)
     proofs = certify_inputs(
         entered.network,
@@ -64,7 +64,7 @@ def examine(
 
 @dataclass(frozen=True)
 class _Nearest:
-    """The perturbation that was found for one input; no radius where none was searched."""
+    """The perturbation found for one input; no radius if none was searched for."""
 
     radius: float | None = None
     perturbation: Tensor | None = None

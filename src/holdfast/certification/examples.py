@@ -1,4 +1,4 @@
-"""The inputs of a run with their labels, whatever they came from, and how they enter the network."""
+"""The inputs of a run with their labels, wherever they come from, and how they enter the network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from holdfast.storage import Pathlike
 #: One input: a tensor without a batch dimension, or keyword arguments of a batch of one, as a tokenizer returns them.
 Example = Tensor | Mapping[str, Tensor]
 
-_SMALLEST = 4  # pixels on a side: fewer do not make a picture
+_SMALLEST = 4  # pixels per side: fewer do not make an image
 
 
 @final
@@ -45,9 +45,9 @@ class Examples:
     Attributes:
         name: of the data set.
         split: its part.
-        inputs: one for each label; a tensor (b, …) where they can stand in one batch.
+        inputs: one for each label; a tensor (b, …) if they fit into one batch.
         checksum: SHA-256 of the whole split.
-        words: of each sentence, one for each token that is no padding, where the inputs are sentences.
+        words: of each sentence, one for each token that is not padding, if the inputs are sentences.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Examples:
     words: Sequence[tuple[str, ...]] | None = None
 
     def shown(self) -> dict[int, Tensor | tuple[str, ...]]:
-        """What a page can show, by index: the words of sentences, and pictures whose numbers lie between 0 and 1."""
+        """What a page can show, by index: the words of sentences, and images whose numbers lie between 0 and 1."""
         if self.words is not None:
             return dict(zip(self.indices, self.words, strict=True))
         if not isinstance(self.inputs, Tensor) or not self.inputs.is_floating_point() or not _are_pictures(self.inputs):
@@ -67,7 +67,7 @@ class Examples:
         return dict(zip(self.indices, self.inputs, strict=True))
 
     def batches(self, places: Sequence[int], size: int) -> list[Batch]:
-        """The inputs at these places. Words go one by one: each sentence has its own length."""
+        """The inputs at these positions. Sentences go one by one: each has its own length."""
         together = isinstance(self.inputs, Tensor) and self.inputs.is_floating_point()
         size = size if together else 1
         return [self._batch(places[first : first + size]) for first in range(0, len(places), size)]
@@ -117,7 +117,7 @@ Data = (
 
 
 def read_examples(data: Data, limit: int | None = None, *, split: str | None = None) -> Examples:
-    """The inputs that a caller names or gives, or the first `limit` of them."""
+    """The inputs that a caller names or passes, or the first `limit` of them."""
     if isinstance(data, str | os.PathLike):
         data = load(data, split)
     if isinstance(data, Dataset):
@@ -126,15 +126,15 @@ def read_examples(data: Data, limit: int | None = None, *, split: str | None = N
         data = Examples(data.name, data.split, data.inputs, labels, indices, data.checksum, words)
     examples = (data if isinstance(data, Examples) else _from_pairs(data)).first(limit)
     if not examples.labels:
-        raise InputError(f"the data {examples.name!r} have no input; expected at least one")
+        raise InputError(f"the data {examples.name!r} have no inputs; expected at least one")
     examples.check_finite()
     if len(set(examples.indices)) < len(examples.indices):
-        raise InputError(f"an index of {examples.name!r} stands twice; expected another one for each input")
+        raise InputError(f"an index of {examples.name!r} occurs twice; expected a different one for each input")
     return examples
 
 
 def tokenised(data: Dataset, tokenizer: Any) -> Examples:
-    """The sentences of a data set as a tokenizer of transformers encodes them, with its names of their tokens."""
+    """The sentences of a data set as a transformers tokenizer encodes them, with its names for their tokens."""
     if data.texts is None:
         raise InputError(f"the data {data.name!r} have no sentences, and the model takes text")
     encoded = [tokenizer(text, return_tensors="pt") for text in data.texts]
@@ -148,7 +148,7 @@ def _pairs(data: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(data, DataLoader):
         for batch in data:
             yield from _pairs(tuple(batch) if isinstance(batch, list) else batch)
-    elif isinstance(data, Mapping):  # a batch of a loader of transformers
+    elif isinstance(data, Mapping):  # a batch from a transformers loader
         words = {name: t for name, t in data.items() if name not in ("label", "labels")}
         for i, label in enumerate(data["labels" if "labels" in data else "label"]):
             yield {name: t[i : i + 1] for name, t in words.items()}, label
@@ -205,7 +205,7 @@ def check_channels(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> N
         height, width = inputs.shape[1:]
         raise InputError(
             f"the inputs have shape ({height}, {width}), and the model takes images with a channel axis; pass them as "
-            f"(1, {height}, {width}): x.unsqueeze(0) for each, or let the model's forward begin with it"
+            f"(1, {height}, {width}): x.unsqueeze(0) for each, or let the model's forward begin with that"
         )
 
 
@@ -215,7 +215,7 @@ def _takes(model: nn.Module, inputs: Tensor) -> bool:
     try:
         with torch.no_grad():
             model(inputs.to(known))
-    except Exception:  # whatever the model's own code raises
+    except Exception:  # anything that the model's own code raises
         return False
     return True
 
@@ -258,7 +258,7 @@ def enter(
         model: whose inputs they are.
         inputs: a batch.
         settings: what moves.
-        readings: what was read of the model before.
+        readings: what was read from the model before.
         device: where the inputs go, and where a model that was read before is compared; a network is taken as it is.
     """
     if isinstance(model, Network):

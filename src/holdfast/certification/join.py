@@ -1,4 +1,4 @@
-"""Shards become one run, if nothing in them disagrees."""
+"""Merges shards into one run, if nothing in them disagrees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.errors import InputError, SoundnessError
 from holdfast.results import CertificationRun
 from holdfast.storage import Pathlike, check_output
 
-#: Relative difference of two computations of one number: far above rounding, far below a bisection's last step.
+#: Relative difference between two computations of one number: far above rounding, far below a bisection's last step.
 TOLERANCE = 1e-5
 
 
@@ -26,8 +26,8 @@ def merge(paths: Sequence[Pathlike], out: Pathlike | None = None, data: Data | N
     """Joins the files of shards.
 
     Args:
-        paths: files that `certify` wrote with the same settings; an input may stand in several of them, and some may
-            have gone on to more inputs than others.
+        paths: files that `certify` wrote with the same settings; an input may be in several of them, and some may
+            cover more inputs than others.
         out: file for the whole run, by index.
         data: of the run, as `certify` takes them, so that its page can show the inputs.
 
@@ -48,7 +48,7 @@ def merge(paths: Sequence[Pathlike], out: Pathlike | None = None, data: Data | N
         if differing:
             raise InputError(f"{path} and {os.fspath(paths[0])} are parts of different runs: {', '.join(differing)}")
         if not part.header.begins(header):
-            raise InputError(f"{path} asks for other inputs than the rest; expected the files of one run")
+            raise InputError(f"{path} is about other inputs than the rest; expected the files of one run")
         for index, record in part.records.items():
             if index in records and (differing := disagreements(record, records[index], "seconds" in header.settings)):
                 raise InputError(f"{path} and {first_in[index]} disagree on input {index}: {', '.join(differing)}")
@@ -67,15 +67,15 @@ def _shown(data: Data, header: Header) -> dict[int, Tensor | tuple[str, ...]]:
     """What a page can show of the data, if they are those of the run."""
     examples = read_examples(data, split=header.split)
     if examples.checksum != header.settings["data"]:
-        raise InputError(f"the data {examples.name!r} are not those that the run was made of; expected the same ones")
+        raise InputError(f"the data {examples.name!r} are not those that the run was made from; expected the same ones")
     return examples.shown()
 
 
 def disagreements(found: Record, expected: Record, timed: bool = False) -> list[str]:
-    """The numbers that two computations of one input may not differ in, in words.
+    """Where two computations of one input differ and should not, in words.
 
-    A search may end elsewhere on another machine, so attack radii count only by what they say of the radii; and where
-    the time was limited, radii do not count either.
+    A search may end elsewhere on another machine, so attack radii matter only by what they imply for the radii; and
+    where the time was limited, radii are not compared either.
     """
     free = {"attack_radius", "seconds", "perturbation", "losses", "unfinished"}
     free |= {"radius", "method", "through"} if timed else set()

@@ -1,4 +1,4 @@
-"""Files of JSON lines that only grow: a line counts once it is on the disk, and a half line at the end never does."""
+"""Files of JSON lines that only grow: a line counts once it is on disk, and a half line at the end never does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Journal:
     descriptor: int
 
     def append(self, line: bytes) -> None:
-        """Adds lines; they are on the disk when this returns, and what cannot be written whole is taken back."""
+        """Adds lines; they are on disk when this returns, and what cannot be written whole is removed."""
         before = os.fstat(self.descriptor).st_size
         try:
             while line:
@@ -47,7 +47,7 @@ class Journal:
 
 @contextmanager
 def opened(path: Pathlike, *, wait: bool = False) -> Iterator[Journal]:
-    """A file for appending, a new one or what is there, held by one process at a time.
+    """A file for appending, new or existing, held by one process at a time.
 
     Args:
         path: the file.
@@ -78,7 +78,7 @@ def to_line(value: Mapping[str, Any]) -> bytes:
 
 
 def from_line(line: bytes) -> dict[str, Any]:
-    """A JSON object without numbers that JSON does not have, and without keys that stand twice."""
+    """A JSON object without numbers that JSON does not have, and without repeated keys."""
     content = json.loads(line, object_pairs_hook=_unique, parse_constant=_no_number)
     if not isinstance(content, dict):
         raise ValueError("no object")
@@ -88,7 +88,7 @@ def from_line(line: bytes) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key occurs twice")
     return content
 
 

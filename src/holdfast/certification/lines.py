@@ -18,7 +18,7 @@ from holdfast.radii import check_radii
 from holdfast.results import UNDECIDED, Certificate, RadiusEstimate
 
 SCHEMA = "holdfast.certify/2"
-_FORMER = "holdfast.certify/1"  # its inputs stood in the settings, and could not grow
+_FORMER = "holdfast.certify/1"  # its inputs were part of the settings, and could not grow
 
 Record = Certificate | RadiusEstimate
 
@@ -33,7 +33,7 @@ class Header:
         model: what to call the model; the command line loads it by this name.
         data: what to call the data set, likewise.
         split: its part.
-        indices: of all inputs that are asked for, whichever shard they fall into: the first ones of the data.
+        indices: of all inputs of the run, whichever shard they fall into: the first ones of the data.
         radii: at which accuracies are shown.
         command: the command line that began the run, where there was one.
     """
@@ -57,7 +57,7 @@ class Header:
         return checksum_of_inputs(self.indices)
 
     def begins(self, other: Header) -> bool:
-        """Whether the other one asks for these inputs and perhaps for more behind them."""
+        """Whether the other one asks for these inputs and perhaps for more after them."""
         return other.indices[: len(self.indices)] == self.indices
 
 
@@ -72,7 +72,7 @@ def growth_line(before: Header, after: Header) -> bytes:
 
 
 def record_line(record: Record) -> bytes:
-    """The line of one input; what is empty, or as it always is, has no place in it."""
+    """The line of one input, without fields that are empty or have their usual value."""
     fields = record.to_dict()
     del fields["side"]
     for name, usual in _OPTIONAL.items():
@@ -90,7 +90,7 @@ def failure_line(index: int, reason: str) -> bytes:
 
 
 def parse(name: str, content: bytes) -> tuple[Header, dict[int, Record], dict[int, str]]:
-    """The header, with all that it has grown by, the records by index, and why inputs without one failed.
+    """The header, with all inputs added to it, the records by index, and why inputs without one failed.
 
     Args:
         name: of the file, for messages.
@@ -147,7 +147,7 @@ def _read_header(name: str, line: bytes) -> Header:
         inputs = settings.pop("inputs", None)
         header = replace(header, settings=settings)
     if inputs != header.inputs:
-        raise InputError(f"{name}: the inputs are not those that their checksum is of; was the file edited?")
+        raise InputError(f"{name}: the inputs do not match their checksum; was the file edited?")
     if not are_settings(header.settings):
         raise InputError(f"{name}: the settings are {', '.join(header.settings)}; was the file edited?")
     return header
@@ -168,7 +168,7 @@ def _check_indices(indices: Any) -> None:
     if not isinstance(indices, list) or not indices or any(type(index) is not int for index in indices):
         raise ValueError("the indices are not a list of whole numbers")
     if len(set(indices)) < len(indices):
-        raise ValueError("an index stands twice")
+        raise ValueError("an index occurs twice")
 
 
 def _grown(header: Header, row: dict[str, Any]) -> Header:
@@ -179,13 +179,13 @@ def _grown(header: Header, row: dict[str, Any]) -> Header:
     indices = header.indices + row["indices"]
     _check_indices(indices)
     if row["inputs"] != checksum_of_inputs(indices):
-        raise InputError("the inputs are not those that their checksum is of; was the file edited?")
+        raise InputError("the inputs do not match their checksum; was the file edited?")
     return replace(header, indices=indices)
 
 
 def _check_new(index: int, records: dict[int, Record], expected: set[int]) -> None:
     if index in records or index not in expected:
-        why = "stands twice" if index in records else "is none of the run's"
+        why = "occurs twice" if index in records else "is not one of the run's"
         raise InputError(f"the index {index} {why}; was the file edited?")
 
 
@@ -238,7 +238,7 @@ def _read_record(row: dict[str, Any], settings: dict[str, str]) -> Record:
 
 
 def _read_optional(row: dict[str, Any], settings: dict[str, str]) -> dict[str, Any]:
-    """What a line need not have, checked."""
+    """The optional fields of a line, checked."""
     norm, through, losses, unfinished = (row.get(name, usual) for name, usual in _OPTIONAL.items())
     if norm != settings.get("norm", "l2"):
         raise InputError(f"a record in the norm {norm} in another run; was the file edited?")

@@ -1,7 +1,7 @@
-"""A finished run, checked from the model and the data alone: records are computed again, and witnesses are tried.
+"""A finished run, checked from the model and the data alone: records are recomputed, and witnesses are tested.
 
-Nothing in the file is believed. What it says of its settings and inputs must be what the model and the data give; every
-input must have a record with its own label; and of the records that are drawn, no number may claim more than is found.
+Nothing in the file is believed. What it says about its settings and inputs must be what the model and the data give;
+every input must have a record with its own label; and no number in the records drawn may claim more than is found.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from holdfast.results import UNDECIDED
 from holdfast.storage import Pathlike
 from holdfast.version import __version__
 
-#: Relative, of one number in two computations: sums in another order, for batches of another size.
+#: Relative, between two computations of one number: sums in another order, for batches of another size.
 ROUNDING = 1e-9
-#: Relative, of the end of a search that iterated norms led; a radius beyond the one found must be proved itself.
+#: Relative, of the end of a search guided by iterated norms; a radius beyond the one found must be proved itself.
 SEARCH = 1e-6
 #: Relative, of the end of an attack, which follows gradients: far above what was ever seen (2e-8), far below a point.
 NEARER = 1e-3
 
-_TINY = 1e-12  # a radius to ask about where none is claimed
+_TINY = 1e-12  # a radius to test where none is claimed
 
 
 @final
 @dataclass(frozen=True)
 class Verification:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
-        inputs: how many the run asks for.
+        inputs: how many the run covers.
         available: how many the data have.
         radii: at which the run shows accuracies.
         accuracy: what the file claims to be certified there, of all inputs; one without a record is not.
-        checked: indices of the records that were computed again.
-        witnesses: how many perturbations were tried.
-        failures: what did not hold, in words; empty for a run that stands.
-        weaker: indices of records that claim less than is proved here; that is no failure.
+        checked: indices of the recomputed records.
+        witnesses: how many perturbations were tested.
+        failures: what did not hold, in words; empty for a valid run.
+        weaker: indices of records that claim less than is proved here; that is not a failure.
         unchecked: what the file says and nobody checked, in words.
-        seed: of the sample; None where every record was computed again.
+        seed: of the sample; None if every record was recomputed.
     """
 
     inputs: int
@@ -88,17 +88,17 @@ def verify(
     perturb: Perturbation | None = None,
     progress: Progress | None = None,
 ) -> Verification:
-    """Computes records again, attacks again and tries the stored perturbations, from the model and the data alone.
+    """Recomputes records, attacks again and tests the stored perturbations, from the model and the data alone.
 
     Args:
         path: the file of a run.
         model: the model that it claims.
         data: the data that it claims.
         sample: how many records, drawn at random; None for all.
-        seed: of the sample, to repeat it; by default nobody knows beforehand what is drawn.
-        batch: inputs that are treated at once.
-        perturb: what moves, where that is a tensor, which the file does not hold.
-        progress: is told how many records are checked, and of how many.
+        seed: of the sample, to repeat it; by default nobody knows beforehand what will be drawn.
+        batch: inputs treated at once.
+        perturb: what moves, if that is a tensor, which the file does not hold.
+        progress: called with the number of records checked, and their total.
 
     Example:
         >>> verify("run.jsonl", model, "digits-32", sample=None).sound
@@ -157,7 +157,7 @@ def _same_run(
     readings: Readings,
     perturb: Perturbation | None,
 ) -> Settings:
-    """The settings of a run, refused unless its weights, data and inputs are those that are given."""
+    """The settings of a run, refused unless its weights, data and inputs are those given."""
     settings = Settings.from_dict(header.settings, perturb)
     given, claimed = (
         {word: value for word, value in words.items() if word != "holdfast"}
@@ -175,7 +175,7 @@ def _same_run(
 
 
 def _incomplete(stored: Stored, examples: Examples) -> list[str]:
-    """What is wrong with any record, drawn or not: it is missing, or has another label than its input."""
+    """What is wrong with any record, drawn or not: it is missing, or its label is not its input's."""
     missing = [index for index in sorted(examples.indices) if index not in stored.records]
     wrong = [f"{len(missing)} of {len(examples.labels)} inputs have no record: {ranges(missing)}"] if missing else []
     for index, label in zip(examples.indices, examples.labels, strict=True):
@@ -186,7 +186,7 @@ def _incomplete(stored: Stored, examples: Examples) -> list[str]:
 
 
 def _asked_again(settings: Settings, claimed: Record) -> Settings:
-    """How a record is computed again: what had a time limit, at its own radius by its own method, without an attack."""
+    """How to recompute a record: one made with a time limit, at its own radius by its own method, without an attack."""
     if settings.seconds is None:
         return settings
     return replace(settings, seconds=None, attack=None, method=claimed.method, at=(claimed.radius or _TINY,))
@@ -230,7 +230,7 @@ def _witness(network: Network, x: Tensor, record: Record, threat: Threat) -> lis
     length = float(threat.distance(x, moved))
     wrong = []
     if not torch.equal(moved, threat.inside(moved)):
-        wrong.append(f"the stored perturbation leads out of the ends {threat.clip}")
+        wrong.append(f"the stored perturbation leaves the range {threat.clip}")
     if not bool(answer_changed(network, moved.unsqueeze(0), torch.tensor([record.prediction]))):
         wrong.append("the stored perturbation does not change the answer")
     if not abs(record.attack_radius - length) <= ROUNDING * length:
@@ -239,13 +239,13 @@ def _witness(network: Network, x: Tensor, record: Record, threat: Threat) -> lis
 
 
 def _unchecked(stored: Stored, checked: int) -> list[str]:
-    """What the file says without a check, in words."""
+    """What the file says and was not checked, in words."""
     records, settings = stored.records, stored.header.settings
     words = ["wall times, what margins were lost to, and the command line"]
     if "seconds" in settings:
         words.append("whether more time would prove more, or find a nearer change")
     if checked < len(records):
-        words.append(f"the numbers of the {len(records) - checked} records that were not drawn; all are with --all")
+        words.append(f"the numbers of the {len(records) - checked} records that were not drawn; --all checks them")
     if settings["holdfast"] != __version__:
         words.append(f"that Holdfast {settings['holdfast']} made the run; this is {__version__}")
     return words

@@ -82,7 +82,7 @@ def certify(
     progress: Progress | bool = True,
     crew: Callable[[int], None] | None = None,
 ) -> CertificationRun:
-    """For every input the largest radius up to which it is proved that no perturbation changes the answer.
+    """For every input, a radius up to which it is proved that no perturbation changes the answer, as large as possible.
 
     Args:
         model: a classifier that `to_network` reads, a `Network`, or what `holdfast certify` takes: "digits", a name on
@@ -92,35 +92,35 @@ def certify(
             keyword arguments of the model, as a tokenizer returns them.
         radii: at which accuracies are shown; the records do not depend on them.
         method: the composition, as `certify_inputs` takes it.
-        attack: also search the smallest perturbation that changes the answer.
-        out: file for the records (JSON lines), one by one; it can be gone on with after any interruption.
-        resume: go on with that file if it is there; otherwise begin anew.
+        attack: also search for the smallest perturbation that changes the answer.
+        out: file for the records (JSON lines), one by one; after any interruption it can be resumed.
+        resume: resume that file if it exists; otherwise start afresh.
         guarantee: "proved", for certificates; "numerical" is faster and gives a `RadiusEstimate` for every input.
         perturb: what moves, as `to_network` takes it; by default the pixels, or the embeddings of all words.
-        normalise: mean and standard deviation of each channel, where the model takes images normalised by them.
-        norm: of perturbations: "l2", or "linf", whose radius every number of the input may move by.
-        clip: the least and the largest number that an input may hold, such as (0, 1); for "linf".
-        at: decide at these radii alone, which takes less than to find the largest; the largest of them that is proved
-            stands in the record.
+        normalise: mean and standard deviation of each channel, if the model takes images normalised by them.
+        norm: of perturbations: "l2", or "linf", where every number of the input may move by the radius.
+        clip: the smallest and the largest number that an input may hold, such as (0, 1); for "linf".
+        at: decide only at these radii, which is quicker than finding the largest; the record holds the largest of
+            them that is proved.
         seconds_per_input: for the proof of each input, and for its attack. No step is begun after that, and the best so
             far counts; the record's `unfinished` says what was left out.
-        seed: of everything random.
-        batch: inputs that are treated at once; by default one on a CPU, where each is on the disk when it is done, and
-            on a GPU as many as its memory has room for.
-        workers: processes; on a cluster at most so many workers, by default as many as fit.
+        seed: for everything random.
+        batch: inputs treated at once; by default one on a CPU, where each is on disk when it is done, and
+            on a GPU as many as fit into its memory.
+        workers: processes; on a cluster the most workers, by default as many as fit.
         executor: what the batches run on: "in-process", "processes" or "ray", or one of `executors` with
             its own options, such as `RayCluster("10.0.0.1:6379", gpus_per_task=1)`. The records do not depend on it.
         device: where the numbers are computed, such as "cuda".
         shard: the part of the data to do; `merge` joins the parts.
-        limit: take so many inputs from the beginning of the data; a file can be gone on with to more of them.
+        limit: take this many inputs from the beginning of the data; a file can later be resumed with more of them.
         name: what to call the model.
         command: the command line, where there is one.
-        progress: a function that is told how many inputs are done, and of how many; by default a bar in a terminal and
+        progress: a function called with the number of inputs done, and their total; by default a bar in a terminal and
             in a notebook, with False none. If it is interrupted (KeyboardInterrupt), the run ends with what is
             finished.
-        crew: is told how many workers there are.
+        crew: called with the number of workers.
 
-    An input that cannot be done, since memory runs out or a computation fails, has its reason in `failures` of the
+    If an input cannot be done, because memory runs out or a computation fails, the reason is in `failures` of the
     result and in the file; the others go on, and the same call tries it again.
 
     Example:
@@ -138,7 +138,7 @@ def certify(
     threat = Threat(norm, clip)
     settings = Settings(method, guarantee, chosen, seed, perturb, normalise, threat, decided, seconds_per_input)
     chosen_executor = choose(executor, workers)
-    if not isinstance(chosen_executor, RayCluster):  # its workers have devices of their own
+    if not isinstance(chosen_executor, RayCluster):  # its workers have their own devices
         check_device(device)
     if out is not None:
         check_output(out)
@@ -160,7 +160,7 @@ def certify(
 
 
 def _fitting(task: Examination, examples: Examples, executor: Executor) -> int:
-    """Inputs at once: by memory on an accelerator; a CPU is kept busy by one, which is on the disk when it is done."""
+    """Inputs at once: as memory allows on an accelerator; one keeps a CPU busy, and is on disk when it is done."""
     if torch.device(task.device).type == "cpu":
         return 1
     (first,) = examples.batches([0], 1)
@@ -198,9 +198,9 @@ class _ShardWork:
     crew: Callable[[int], None] | None
 
     def fill(self, path: Pathlike, resume: bool) -> CertificationRun:
-        """Does what the file lacks of this shard."""
+        """Does what the file still lacks of this shard."""
         with open_writer(path, self.header, resume=resume) as writer:
-            with suppress(KeyboardInterrupt):  # what is finished is on the disk
+            with suppress(KeyboardInterrupt):  # what is finished is on disk
                 carry_out(_Missing(self, writer), self.executor)
             shown = {} if isinstance(self.task.model, Network) else self.examples.shown()
             return Stored(self.header, writer.records, writer.failures).run(shown)
@@ -210,7 +210,7 @@ class _ShardWork:
 class _Missing(Plan[Batch]):
     """The inputs of a shard that a file lacks, in batches.
 
-    Which inputs stand together depends on their places alone, not on what is done already: numbers that are computed
+    Which inputs share a batch depends only on their positions, not on what is already done: numbers that are computed
     together are rounded together.
     """
 

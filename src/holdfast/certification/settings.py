@@ -1,4 +1,4 @@
-"""What the records of a run depend on, and nothing else: it becomes the fingerprint by which runs are told apart."""
+"""What the records of a run depend on, and nothing else: the fingerprint by which runs are told apart is made of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Normalisation = tuple[tuple[float, ...], tuple[float, ...]]
 @final
 @dataclass(frozen=True)
 class Settings:
-    """How every input is treated, whatever the batch, the worker and the shard that it falls into."""
+    """How every input is treated, whichever batch, worker and shard it falls into."""
 
     method: str = "best"
     guarantee: Guarantee = "proved"
@@ -47,7 +47,7 @@ class Settings:
             raise InputError(f'guarantee is {self.guarantee!r}; expected "proved" or "numerical"')
 
     def _check_threat(self) -> None:
-        """Refuses what has no meaning for changes of a part of the input."""
+        """Refuses what makes no sense for changes of a part of the input."""
         moved = "" if self.perturb is None else self.perturb if isinstance(self.perturb, str) else self.perturb[0]
         if self.threat.boxed and moved in ("directions", "brightness", "contrast", "colour"):
             raise InputError(f"the norm is linf and {moved} moves, which has an l2 length; expected norm='l2'")
@@ -58,7 +58,7 @@ class Settings:
             )
 
     def to_dict(self) -> dict[str, str]:
-        """In words; the seed counts where something is random, and what is not asked for is not named."""
+        """In words; the seed is included if something is random, and unused options are left out."""
         words = {
             "method": self.method,
             "guarantee": self.guarantee,
@@ -75,7 +75,7 @@ class Settings:
 
     @classmethod
     def from_dict(cls, words: Mapping[str, str], perturb: Perturbation | None = None) -> Settings:
-        """The settings in words again; what moves may be given, since words do not hold a tensor."""
+        """The settings from their words; what moves may be given, since words cannot hold a tensor."""
         guarantee: Guarantee = "numerical" if words["guarantee"] == "numerical" else "proved"
         settings = cls(
             words["method"],
@@ -127,7 +127,7 @@ def _read_normalisation(text: str) -> Normalisation | None:
 
 
 def are_settings(words: Mapping[str, str]) -> bool:
-    """Whether a run has all these words: how inputs are treated, of which weights and data, and by which Holdfast."""
+    """Whether a run has all these words: how inputs are treated, the weights, the data, and the version of Holdfast."""
     attack = None if words.get("attack") == "none" else MinimalAttack()
     expected = {*Settings(attack=attack).to_dict(), "weights", "data", "holdfast"}
     return words.keys() - {"norm", "clip", "at", "seconds"} == expected

@@ -1,7 +1,7 @@
-"""The file of a run: JSON lines, a header and then one line for each input, on the disk before it counts.
+"""The file of a run: JSON lines, a header and then one line per input, on disk before it counts.
 
-Whatever moment the writer is killed at, the file holds every record that was reported and at most one half line at its
-end, which the next writer cuts off. A run that goes on to more inputs adds a line that asks for them; an input that
+Whenever the writer is killed, the file holds every record that was reported and at most one half line at its
+end, which the next writer cuts off. A run that is extended to more inputs adds a line that asks for them; an input that
 failed has a line with the reason, until there is a record of it.
 """
 
@@ -26,7 +26,7 @@ from holdfast.storage import Pathlike, write_text
 @final
 @dataclass(frozen=True)
 class Stored:
-    """What a file holds: the header, the records by index, and why there is none of an input that failed."""
+    """What a file holds: the header, the records by index, and why there is none for an input that failed."""
 
     header: Header
     records: dict[int, Record]
@@ -58,7 +58,7 @@ class Writer:
         self.records, self.failures = records, failures
 
     def append(self, *records: Record) -> None:
-        """Adds records; they are on the disk when this returns."""
+        """Adds records; they are on disk when this returns."""
         twice = [record.index for record in records if record.index in self.records]
         if twice:
             raise HoldfastError(f"input {twice[0]} is in the file already; please report how it came to run twice")
@@ -75,12 +75,12 @@ class Writer:
 
 @contextmanager
 def open_writer(path: Pathlike, header: Header, *, resume: bool) -> Iterator[Writer]:
-    """Opens the file of a run, a new one or one to go on with.
+    """Opens the file of a run, new or to be resumed.
 
     Args:
         path: the file.
         header: of this run; one that resumes must have the file's settings, and ask for its inputs or for more.
-        resume: go on with what is there; otherwise begin anew.
+        resume: resume what is there; otherwise start afresh.
     """
     name = os.fspath(path)
     with opened(path) as journal:
@@ -122,7 +122,7 @@ def differences(found: dict[str, str], expected: dict[str, str]) -> list[str]:
 
 
 def _refuse_other(name: str, found: Header, expected: Header) -> None:
-    anew = "write to another file, or begin anew with resume=False (--no-resume)"
+    anew = "write to another file, or start afresh with resume=False (--no-resume)"
     differing = differences(found.settings, expected.settings)
     if differing:
         raise InputError(f"{name} was made with other settings than this run: {', '.join(differing)}; {anew}")
@@ -130,7 +130,7 @@ def _refuse_other(name: str, found: Header, expected: Header) -> None:
         asked, wanted = len(found.indices), len(expected.indices)
         why = "fewer" if expected.begins(found) else "others"
         raise InputError(
-            f"{name} asks for {asked} inputs and this run for {wanted}, {why}; a file only takes more of the same "
+            f"{name} covers {asked} inputs and this run {wanted}, {why}; a file only takes more of the same "
             f"data: {anew}"
         )
 

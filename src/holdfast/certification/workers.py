@@ -21,10 +21,10 @@ class Examination(Task[Batch]):
     """Examines batches, and emits records.
 
     Attributes:
-        model: goes out with the task, once.
+        model: sent out with the task, once.
         settings: how every input is treated.
         device: where a worker computes.
-        readings: what was read of the model in this process; another worker reads it for itself, once.
+        readings: what was read from the model in this process; another worker reads it for itself, once.
     """
 
     model: Network | nn.Module

@@ -36,18 +36,18 @@ def analyze(
         typer.Argument(help="A folder, a file, a name in the Hugging Face cache, timm:NAME, minilm, smollm2."),
     ] = None,
     text: Annotated[list[str] | None, typer.Option(help="A text; repeat for several.")] = None,
-    image: Annotated[Path | None, typer.Option(help="A picture file.")] = None,
-    tokens: Annotated[Path | None, typer.Option(help="A file of token ids: one line for each input.")] = None,
+    image: Annotated[Path | None, typer.Option(help="An image file.")] = None,
+    tokens: Annotated[Path | None, typer.Option(help="A file of token ids: one line per input.")] = None,
     demo: Annotated[bool, typer.Option("--demo", help="Take the bundled digits model, at test digits.")] = False,
     eps: Eps = "0.001,0.01,0.1",
     layers: Annotated[str | None, typer.Option(help="Which attention layers, such as 0,3-5. Default: all.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Cut longer texts to so many tokens.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Cut longer texts to this many tokens.")] = None,
     method: Annotated[str, typer.Option(help="The bound.")] = "second-order",
-    guarantee: Annotated[Literal["proved", "numerical"], typer.Option(help="Of the bounds.")] = "numerical",
+    guarantee: Annotated[Literal["proved", "numerical"], typer.Option(help="Guarantee of the bounds.")] = "numerical",
     proved_slope: Annotated[bool, typer.Option(help="Also prove the local constants from above.")] = False,
-    attack: Annotated[bool, typer.Option(help="Also search perturbations that move the output far.")] = True,
+    attack: Annotated[bool, typer.Option(help="Also search for perturbations that move the output far.")] = True,
     seed: Seed = 0,
-    download: Annotated[bool, typer.Option("--download", help="Fetch files of the model that are missing.")] = False,
+    download: Annotated[bool, typer.Option("--download", help="Download missing files of the model.")] = False,
     html: Html = None,
     plot: Annotated[
         Path | None, typer.Option(help="Write a figure to this file (PNG, SVG or PDF).", callback=writable)
@@ -94,7 +94,7 @@ def analyze(
         typer.echo(result.to_json())
     else:
         Console().print(result.table())
-    _write(result, html, plot, out)  # after the table: a disk that is full by now does not take that as well
+    _write(result, html, plot, out)  # after the table, so that a full disk does not cost that as well
     if not as_json:
         say_written(html, plot, out)
     if result.interrupted:
@@ -134,7 +134,9 @@ def _with_ids(loaded: LoadedModel, file: Path, max_tokens: int | None) -> Loaded
     except OSError as error:
         raise InputError(f"--tokens {str(file)!r} cannot be read: {error.strerror}") from None
     except ValueError:
-        raise InputError(f"--tokens {str(file)!r} has more than numbers; expected lines of token ids") from None
+        raise InputError(
+            f"--tokens {str(file)!r} holds something other than numbers; expected lines of token ids"
+        ) from None
     rows = [row[:max_tokens] for row in rows if row]
     if not rows or len({len(row) for row in rows}) > 1:
         lengths = ", ".join(str(len(row)) for row in rows) or "no"

@@ -14,35 +14,33 @@ from holdfast.errors import HoldfastError, UnknownNameError
 from holdfast.threads import wait_asleep
 from holdfast.version import __version__
 
-#: Where each command stands, and its help in one line: the rest of it, and torch, are imported when it is called.
+#: Where each command lives, and its help in one line: the rest of it, and torch, are imported when it is called.
 COMMANDS = {
     "analyze": (
         "Analyze every attention layer of a model: local constants, bounds, attacks, heads, and sensitive tokens."
     ),
     "bounds": "List the bounds: name, side, scope, guarantee, cost, reference and assumptions.",
     "bound": "Bound how far the output of a layer can move when its input moves by at most eps.",
-    "attack": "Search a perturbation within eps that moves the output of a layer far.",
+    "attack": "Search for a perturbation within eps that moves the output of a layer far.",
     "lipschitz": "Bound the slope of a layer: at its input, or with --radius and --tokens on a ball around 0.",
-    "attention": (
-        "Show for every head how peaked it is, its sink token, and through which path the layer's slope comes."
-    ),
+    "attention": ("Show for every head how peaked it is, its sink token, and which path the layer's slope comes from."),
     "certify": (
         "Prove for every input of a data set how far it can move before the answer changes; or decide a specification."
     ),
-    "merge": "Join the files of shards; refuse records that disagree.",
+    "merge": "Merge the files of shards; refuse records that disagree.",
     "verify": (
-        "Compute records again, and try the perturbations, from the model alone: status 1 if something does not hold."
+        "Recompute records and test the perturbations, from the model alone: status 1 if something does not hold."
     ),
-    "train": "Train a model that can be certified; an interrupted training goes on with the same command.",
+    "train": "Train a model that can be certified; the same command resumes an interrupted training.",
     "models": "The models that come with the package.",
     "demo": (
         "Certify the bundled digits model: proved radii beside LoFAST's and an attack, as a table, a figure and a page."
     ),
     "campaign": (
-        "Attack every bound, and what it is made of, at random layers and pieces: status 1 if one is below the truth."
+        "Attack every bound, and its ingredients, on random layers and pieces: status 1 if one is below the truth."
     ),
     "doctor": "Show versions, devices, threads, and which extras are installed.",
-    "repro": "Make the tables and figures of the papers and of the documentation again.",
+    "repro": "Reproduce the tables and figures of the papers and of the documentation.",
 }
 _FILES = {"bounds": "layers", "bound": "layers", "attack": "layers", "attention": "lipschitz"}
 _FILES |= {"merge": "certify", "verify": "certify"}
@@ -59,10 +57,10 @@ def load(name: str) -> Any:
 
 
 class NamedCommands(TyperGroup):
-    """Commands of which an unknown one meets the nearest."""
+    """Commands; the error for an unknown one suggests the nearest."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that is meant, or an error that lists what there is."""
+        """The command that is meant, or an error that lists the commands."""
         known = self.list_commands(ctx)
         if not args[0].startswith("-") and args[0] not in known:
             raise UnknownNameError("command", args[0], known)
@@ -70,7 +68,7 @@ class NamedCommands(TyperGroup):
 
 
 class _Group(NamedCommands):
-    """Lists the commands without importing them, and imports the one that is called."""
+    """Lists the commands without importing them, and imports only the one that is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)

@@ -1,4 +1,4 @@
-"""`campaign`: random layers, and for each of them a search for a point where a bound is below the truth."""
+"""`campaign`: random layers, and for each a search for a point where a bound is below the truth."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from holdfast.testing.campaign import CampaignReport, Subject, examine, subjects
 
 
 def campaign(
-    layers: Annotated[int, typer.Option(min=0, help="How many random layers.")] = 20,
-    pieces: Annotated[int, typer.Option(min=0, help="How many random pieces of networks.")] = 40,
-    seed: Annotated[int, typer.Option(min=0, help="Of the first of them; number i has the seed + i.")] = 0,
-    seconds: Annotated[float | None, typer.Option(min=0, help="Begin nothing further after so much time.")] = None,
+    layers: Annotated[int, typer.Option(min=0, help="Number of random layers.")] = 20,
+    pieces: Annotated[int, typer.Option(min=0, help="Number of random pieces of networks.")] = 40,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first; number i has seed + i.")] = 0,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Start nothing new after this time.")] = None,
     demo: Annotated[bool, typer.Option(help="Begin with the layers of the demo model.")] = True,
     as_json: Json = False,
     out: Out = None,
 ) -> None:
-    """Attack every bound, and what it is made of, at random layers and pieces: status 1 if one is below the truth."""
+    """Attack every bound, and its ingredients, on random layers and pieces: status 1 if one is below the truth."""
     began = time.perf_counter()
 
     def job(subject: Subject) -> Job[CampaignReport | None]:

@@ -39,16 +39,16 @@ Model = Annotated[
         "FILE.onnx, FILE.py:FUNCTION."
     ),
 ]
-DataDir = Annotated[Path | None, typer.Option(help="Folder of the data files; default: HOLDFAST_DATA.")]
-Download = Annotated[bool, typer.Option("--download", help="Fetch files of the model that are missing.")]
-Beside = Annotated[list[Path] | None, typer.Option(help="The file of another run, for the same page; repeat.")]
+DataDir = Annotated[Path | None, typer.Option(help="Folder with the data files; default: HOLDFAST_DATA.")]
+Download = Annotated[bool, typer.Option("--download", help="Download missing files of the model.")]
+Beside = Annotated[list[Path] | None, typer.Option(help="The file of another run, for the same page; may be repeated.")]
 Weights = Annotated[Path | None, typer.Option(help="Safetensors with the weights, for FILE.py:FUNCTION.")]
 Arguments = Annotated[
-    list[str] | None, typer.Option("--arg", help="NAME=VALUE for that function; repeat.", metavar="NAME=VALUE")
+    list[str] | None, typer.Option("--arg", help="NAME=VALUE for that function; may be repeated.", metavar="NAME=VALUE")
 ]
 _RADII = "36/255,72/255,108/255"
 
-BatchSize = Annotated[int, typer.Option(min=1, help="Inputs that are treated at once.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Inputs treated at once.")]
 
 
 def certify(
@@ -56,7 +56,7 @@ def certify(
     data: Annotated[
         str | None, typer.Option(help="digits, digits-32, cifar10, svhn, sst2, or a safetensors file.")
     ] = None,
-    vnnlib: Annotated[Path | None, typer.Option(help="In the place of --data: a VNN-LIB file to decide.")] = None,
+    vnnlib: Annotated[Path | None, typer.Option(help="Instead of --data: a VNN-LIB file to decide.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for --vnnlib.")] = 100.0,
     weights: Weights = None,
     arg: Arguments = None,
@@ -64,18 +64,18 @@ def certify(
         str | None,
         typer.Option(help="Where accuracies are shown: numbers or fractions; default: --at, or 36/255,72/255,108/255."),
     ] = None,
-    norm: Annotated[Literal["l2", "linf"], typer.Option(help="Of perturbations.")] = "l2",
-    clip: Annotated[str | None, typer.Option(help="The ends of all numbers of an input, as 0,1; for linf.")] = None,
+    norm: Annotated[Literal["l2", "linf"], typer.Option(help="Norm of the perturbations.")] = "l2",
+    clip: Annotated[str | None, typer.Option(help="Limits of every number of an input, as 0,1; for linf.")] = None,
     at: Annotated[str | None, typer.Option(help="Decide at these radii alone, which is faster.")] = None,
     seconds_per_input: Annotated[
-        float | None, typer.Option(help="For each proof, and each attack; the best so far counts.")
+        float | None, typer.Option(help="Time limit of each proof, and of each attack; the best so far counts.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="File for the records; an interrupted run goes on from it.", callback=writable)
+        Path | None, typer.Option(help="File for the records; an interrupted run resumes from it.", callback=writable)
     ] = None,
     method: Annotated[str, typer.Option(help="The composition.")] = "best",
     guarantee: Annotated[Literal["proved", "numerical"], typer.Option(help="Only proved radii certify.")] = "proved",
-    attack: Annotated[bool, typer.Option(help="Also search the smallest change of each answer.")] = False,
+    attack: Annotated[bool, typer.Option(help="Also search for the smallest change of each answer.")] = False,
     perturb: Annotated[
         str | None,
         typer.Option(
@@ -83,32 +83,36 @@ def certify(
             "mask:FILE, directions:FILE, brightness, contrast or colour."
         ),
     ] = None,
-    mean: Annotated[str | None, typer.Option(help="Of each channel, where the model takes normalised images.")] = None,
+    mean: Annotated[
+        str | None, typer.Option(help="Mean of each channel, if the model takes normalised images.")
+    ] = None,
     std: Annotated[str | None, typer.Option(help="Standard deviation of each channel, likewise.")] = None,
-    split: Annotated[str | None, typer.Option(help="Part of the data; default: the one that is held out.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Take so many inputs from the beginning.")] = None,
-    shard: Annotated[str, typer.Option(help="Do part i of N, as 1/4; merge joins the files.")] = "1/1",
+    split: Annotated[str | None, typer.Option(help="Split of the data; default: the held-out one.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Take only the first inputs, this many.")] = None,
+    shard: Annotated[str, typer.Option(help="Do part i of N, as in 1/4; merge joins the files.")] = "1/1",
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes, default 1; with --cluster at most so many workers.")
+        int | None, typer.Option(min=1, help="Processes, default 1; with --cluster the most workers.")
     ] = None,
     cluster: Annotated[
         str | None, typer.Option(help="Run on a Ray cluster: auto, or the address of its head.", metavar="HOST:PORT")
     ] = None,
     gpus_per_task: Annotated[
-        float, typer.Option(min=0, help="GPUs of each worker of the cluster; it then computes on cuda.")
+        float, typer.Option(min=0, help="GPUs per worker of the cluster, which then computes on cuda.")
     ] = 0.0,
-    device: Annotated[str, typer.Option(help="Where to compute, such as cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device to compute on, such as cuda.")] = "cpu",
     batch: Annotated[
-        str, typer.Option(help="Inputs at once; auto: one on a CPU, on a GPU as many as there is memory for.")
+        str, typer.Option(help="Inputs at once; auto: one on a CPU, as many as memory allows on a GPU.")
     ] = "auto",
-    resume: Annotated[bool, typer.Option(help="Go on with --out, or begin it anew.")] = True,
+    resume: Annotated[bool, typer.Option(help="Resume from --out, or start it afresh.")] = True,
     seed: Seed = 0,
     data_dir: DataDir = None,
     download: Download = False,
     html: Html = None,
     target: Annotated[
         list[str] | None,
-        typer.Option(help="SHARE@RADIUS that must be certified, as 0.95@0.05, or status 1; repeat.", metavar="TARGET"),
+        typer.Option(
+            help="SHARE@RADIUS that must be certified, as 0.95@0.05, else status 1; may be repeated.", metavar="TARGET"
+        ),
     ] = None,
     junit: Annotated[
         Path | None, typer.Option(help="Write the targets as JUnit XML to this file.", callback=writable)
@@ -167,7 +171,7 @@ def certify(
             progress=told,
             crew=None if executor is None else told.show_workers,
         )
-    _show("certify", run, as_json)  # before the pages: a disk that is full by now does not take the table as well
+    _show("certify", run, as_json)  # before the pages, so that a full disk does not cost the table as well
     html = html if run.records else None
     if html is not None:
         run.to_html(html, *others, targets=targets)
@@ -184,7 +188,7 @@ def certify(
         )
         raise typer.Exit(1)
     if told.done < told.planned:
-        rest = "without --out nothing is kept" if out is None else "the same command goes on from there"
+        rest = "without --out nothing is kept" if out is None else "the same command resumes from there"
         typer.echo(f"holdfast: interrupted; {told.done} of {told.planned} inputs are done; {rest}", err=True)
         raise typer.Exit(INTERRUPTED)
     missed = [wanted for wanted in targets if not run.meets(wanted)]
@@ -201,11 +205,13 @@ def merge(
     out: Annotated[Path, typer.Option(help="File for the whole run.", callback=writable)],
     html: Html = None,
     beside: Beside = None,
-    data: Annotated[str | None, typer.Option(help="The data, to show inputs; default: as the files name them.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="The data, to show inputs; default: the data that the files name.")
+    ] = None,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Join the files of shards; refuse records that disagree."""
+    """Merge the files of shards; refuse records that disagree."""
     refuse_same(html, keep=[out, *files, *(beside or ())])
     run = certification.merge(files, out, None if html is None else _data_of(read(files[0]).header, data, data_dir))
     _show("merge", run, as_json)
@@ -219,21 +225,21 @@ def merge(
 
 def verify(
     file: Annotated[Path, typer.Argument(help="The file of a run.")],
-    sample: Annotated[int, typer.Option(min=1, help="How many records, drawn at random.")] = 20,
+    sample: Annotated[int, typer.Option(min=1, help="Number of records, drawn at random.")] = 20,
     everything: Annotated[bool, typer.Option("--all", help="Every record.")] = False,
-    model: Annotated[str | None, typer.Option(help="The model, where it has moved since.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model, if it has moved since.")] = None,
     weights: Weights = None,
     arg: Arguments = None,
-    data: Annotated[str | None, typer.Option(help="The data, where they have moved since.")] = None,
+    data: Annotated[str | None, typer.Option(help="The data, if they have moved since.")] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, max=2**32 - 1, help="Of the sample, to repeat it; default: a fresh one.")
+        int | None, typer.Option(min=0, max=2**32 - 1, help="Seed of the sample, to repeat it; default: a fresh one.")
     ] = None,
     batch: BatchSize = 8,
     data_dir: DataDir = None,
     download: Download = False,
     as_json: Json = False,
 ) -> None:
-    """Compute records again, and try the perturbations, from the model alone: status 1 if something does not hold."""
+    """Recompute records and test the perturbations, from the model alone: status 1 if something does not hold."""
     header = read(file).header
     name = model or header.model
     classifier = _classifier(name, weights, arg, download)
@@ -260,7 +266,7 @@ def verify(
 
 
 def _verdict(check: Verification, model: str, data: str) -> list[str]:
-    """What was checked, what it stands for, and what it does not."""
+    """What was checked, what it covers, and what it does not."""
     shares = ", ".join(
         f"{down(100 * share)} % at {r:.6g}" for r, share in zip(check.radii, check.accuracy, strict=True)
     )
@@ -281,7 +287,7 @@ def _classifier(model: str, weights: Path | None, arg: list[str] | None, downloa
 def _decide(model: nn.Module, vnnlib: Path, timeout: float, out: Path | None, seed: int, as_json: bool) -> None:
     """Says whether the model meets the specification, in the competition's words."""
     if not isinstance(model, OnnxModel):
-        raise InputError("--vnnlib was given for a model that is no ONNX file; expected FILE.onnx")
+        raise InputError("--vnnlib was given for a model that is not an ONNX file; expected FILE.onnx")
     decision = decide(model, read_specification(vnnlib), timeout=timeout, seed=seed)
     if out is not None:
         write_text(out, decision.to_text())
@@ -337,7 +343,7 @@ def _read_shard(text: str) -> Shard:
 
 
 def _examples(name: str, model: nn.Module, data: Dataset, download: bool) -> Data:
-    """The data; sentences as the tokenizer of a model of transformers encodes them."""
+    """The data; sentences as the tokenizer of a transformers model encodes them."""
     if data.texts is None or not type(model).__module__.startswith("transformers."):
         return data
     return tokenised(data, load_tokenizer(name, download=download))
@@ -346,7 +352,7 @@ def _examples(name: str, model: nn.Module, data: Dataset, download: bool) -> Dat
 def _data_of(header: Header, data: str | None, data_dir: Path | None) -> Data | None:
     """The data of a run, so that its inputs can be shown: as they are, or as the tokenizer of its model encodes them.
 
-    None where none were named and those of the run are not to be found.
+    None where none were named and those of the run cannot be found.
     """
     try:
         found = load(data or header.data, header.split, data_dir)

@@ -37,7 +37,7 @@ _LAYER_SHOWN = (0.001, 0.01, 0.1, 1.0)
 
 def demo(
     out: Annotated[
-        Path, typer.Option(help="Folder for the records, the page and the figures; made if missing.")
+        Path, typer.Option(help="Folder for the records, the page and the figures; created if missing.")
     ] = Path("out"),
     inputs: Annotated[int | None, typer.Option(min=1, max=32, help="Test digits; default: 16, for layers 2.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one per core, at most 4.")] = None,
@@ -79,12 +79,12 @@ def _certify_digits(out: Path, inputs: int, workers: int, as_json: bool) -> None
             break
     _show(runs, files, out, as_json)
     if interrupted:
-        typer.echo(f"holdfast: interrupted; {interrupted}; the same command goes on from there", err=True)
+        typer.echo(f"holdfast: interrupted; {interrupted}; the same command resumes from there", err=True)
         raise typer.Exit(INTERRUPTED)
 
 
 def _interrupted(files: Sequence[Path], inputs: int) -> bool:
-    """Whether an interrupted demo left something to go on with; a finished one, or another one, begins anew."""
+    """Whether an interrupted demo left something to resume; a finished one, or a different one, starts afresh."""
     try:
         stored = [read(file) for file in files if file.exists()]
     except HoldfastError:

@@ -25,9 +25,9 @@ _EXTRAS = {
     "notebook": ("pandas",),
 }
 _ADDS = {
-    "hf": "models and tokenizers of Hugging Face, training on several devices",
-    "onnx": "ONNX models, specifications of VNN-LIB",
-    "vision": "models of timm, picture files",
+    "hf": "Hugging Face models and tokenizers, training on several devices",
+    "onnx": "ONNX models, VNN-LIB specifications",
+    "vision": "timm models, image files",
     "demo": "all 1,797 digits; the demo's 32 come with the package",
     "data": "SVHN",
     "cluster": "certify on many machines (--cluster)",

@@ -20,8 +20,8 @@ LayerFile = Annotated[Path | None, typer.Argument(help="A layer in safetensors: 
 InputFile = Annotated[Path | None, typer.Argument(help="Its input in safetensors: a tensor x (…, n, d).")]
 Demo = Annotated[bool, typer.Option("--demo", help="Take a layer of the bundled digits model, at test digits.")]
 DemoLayer = Annotated[int, typer.Option(help="Which attention layer of the demo model.")]
-Inputs = Annotated[int, typer.Option(min=1, help="How many inputs of the batch to take, at most.")]
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of everything random.")]
+Inputs = Annotated[int, typer.Option(min=1, help="The most inputs of the batch to take.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed for everything random.")]
 Eps = Annotated[str, typer.Option(help="Radii, separated by commas.")]
 
 
@@ -33,27 +33,27 @@ def writable(path: Path | None) -> Path | None:
 
 
 def _bytes(size: str | None) -> str | None:
-    """An option's size, refused before the work begins if it is none."""
+    """An option's size, refused before the work begins if it is not one."""
     if size is not None:
         parse_size(size)
     return size
 
 
 def refuse_same(*outputs: Path | None, keep: Sequence[Path] = ()) -> None:
-    """Refuses one name for two outputs, and an output that would take the place of a file that is read."""
+    """Refuses one name for two outputs, and an output that would overwrite an input file."""
     taken = {path.resolve() for path in keep}
     for path in outputs:
         if path is None:
             continue
         if path.resolve() in taken:
-            raise InputError(f"{str(path)!r} stands for two files of this command; give each its own name")
+            raise InputError(f"{str(path)!r} names two files of this command; give each its own name")
         taken.add(path.resolve())
 
 
 Html = Annotated[Path | None, typer.Option(help="Write the page to this file.", callback=writable)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 ShardSize = Annotated[
-    str | None, typer.Option(help="The most bytes of one file, such as 15MB; larger ones are cut.", callback=_bytes)
+    str | None, typer.Option(help="Largest file size, such as 15MB; larger files are split.", callback=_bytes)
 ]
 Out = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.", callback=writable)]
 

@@ -36,7 +36,7 @@ from holdfast.report.numbers import down, up
 from holdfast.results import AttackResult, BoundResult
 
 _INPUTS_PER_JOB = 8
-_CURVE = (0.01, 0.03, 0.1, 0.3, 1.0)  # what a single eps is multiplied by to make a curve
+_CURVE = (0.01, 0.03, 0.1, 0.3, 1.0)  # factors that turn a single eps into a curve
 _DIGITS = 6
 
 _SCOPES = {
@@ -73,11 +73,13 @@ def bound(
     demo_layer: DemoLayer = 0,
     inputs: Inputs = 8,
     eps: Eps = "0.1",
-    method: Annotated[list[str] | None, typer.Option(help="A bound's name; repeat for several. Default: best.")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="Name of a bound; repeat for several. Default: best.")
+    ] = None,
     guarantee: Annotated[Literal["proved", "numerical"], typer.Option(help="Proved, or faster.")] = "proved",
-    memory_limit: Annotated[float, typer.Option(min=0, help="GiB that one proved norm may hold.")] = 8.0,
+    memory_limit: Annotated[float, typer.Option(min=0, help="GiB that one proved norm may use.")] = 8.0,
     curve: Annotated[
-        Path | None, typer.Option(help="Draw bounds, LoFAST and an attack over eps: PNG and SVG.", callback=writable)
+        Path | None, typer.Option(help="Draw bounds, LoFAST and an attack against eps: PNG and SVG.", callback=writable)
     ] = None,
     as_json: Json = False,
     out: Out = None,
@@ -143,7 +145,7 @@ def attack(
     as_json: Json = False,
     out: Out = None,
 ) -> None:
-    """Search a perturbation within eps that moves the output of a layer far."""
+    """Search for a perturbation within eps that moves the output of a layer far."""
     radii = read_eps(eps)
     subject = read_subject(layer, x, demo, demo_layer, inputs)
 
@@ -184,7 +186,7 @@ def _with_inputs(start: int, result: BoundResult | AttackResult) -> dict[str, ob
 
 
 def _table(title: str, first: str, radii: list[float], rows: list[tuple[str, ...]], console: Console) -> Table:
-    """A column for every radius; or a row for each, where a number would be cut at the console's width."""
+    """A column for every radius; or a row for each, if a number would not fit the console's width."""
     table = Table(first, "input", title=title)
     for radius in radii:
         table.add_column(f"eps {radius:g}", justify="right", no_wrap=True)

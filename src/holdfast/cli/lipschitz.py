@@ -26,12 +26,14 @@ def lipschitz(
     demo: Demo = False,
     demo_layer: DemoLayer = 0,
     inputs: Inputs = 8,
-    method: Annotated[list[str] | None, typer.Option(help="A bound's name; repeat for several. Default: best.")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="Name of a bound; repeat for several. Default: best.")
+    ] = None,
     radius: Annotated[float | None, typer.Option(help="On the ball of this radius around 0, not at the input.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="How many tokens there are, beside --radius.")] = None,
-    p: Annotated[float, typer.Option(help="Exponent of the W_p distance, beside --radius.")] = 2.0,
+    tokens: Annotated[int | None, typer.Option(help="Number of tokens, with --radius.")] = None,
+    p: Annotated[float, typer.Option(help="Exponent of the W_p distance, with --radius.")] = 2.0,
     guarantee: Annotated[Literal["proved", "numerical"], typer.Option(help="Proved, or faster.")] = "proved",
-    memory_limit: Annotated[float, typer.Option(min=0, help="GiB that one proved norm may hold.")] = 8.0,
+    memory_limit: Annotated[float, typer.Option(min=0, help="GiB that one proved norm may use.")] = 8.0,
     as_json: Json = False,
     out: Out = None,
 ) -> None:
@@ -84,7 +86,7 @@ def attention(
     as_json: Json = False,
     out: Out = None,
 ) -> None:
-    """Show for every head how peaked it is, its sink token, and through which path the layer's slope comes."""
+    """Show for every head how peaked it is, its sink token, and which path the layer's slope comes from."""
     subject = read_subject(layer, x, demo, demo_layer, inputs)
     report = attention_report(subject.layer, subject.x)
     emit_json("attention", {"layer": repr(subject.layer), "report": report.to_dict()}, stdout=as_json, out=out)

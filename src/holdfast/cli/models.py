@@ -43,10 +43,10 @@ def models(context: typer.Context, as_json: Json = False) -> None:
 def add(
     name: Annotated[str, typer.Argument(help="Its name on the shelf.")],
     model: Annotated[Path, typer.Argument(help="The model.safetensors that train wrote.")],
-    certified: Annotated[list[Path] | None, typer.Option(help="The file of a run of certify; repeat.")] = None,
+    certified: Annotated[list[Path] | None, typer.Option(help="The file of a run of certify; may be repeated.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Put a trained model on the shelf, with what was certified of it."""
+    """Put a trained model on the shelf, with its certified results."""
     added = put_on_shelf(name, model, *(read(path).run() for path in certified or ()))
     emit_json("models add", added.to_dict(), stdout=as_json, out=None)
     if not as_json:
@@ -97,7 +97,7 @@ def _shelf_table(shelf: tuple[Shelved, ...]) -> Table:
 
 
 def _config_table(configs: dict[str, ModelConfig]) -> Table:
-    """One row for each file; a grid shows its first and its number."""
+    """One row per file; a grid shows its first file and how many there are."""
     table = Table("config", "input", "width", "depth", "heads", "tokens", "members", title="configs")
     table.columns[0].overflow = "fold"
     families: dict[str, list[str]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""`repro`: the tables and figures of the papers and of the documentation, made again."""
+"""`repro`: the tables and figures of the papers and of the documentation, reproduced."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from holdfast.studies import Study, StudyPlan, StudyRun, Workplace, measure_part
 from holdfast.train.tables import from_table, to_table
 
 app = typer.Typer(
-    help="Make the tables and figures of the papers and of the documentation again.",
+    help="Reproduce the tables and figures of the papers and of the documentation.",
     cls=NamedCommands,
     invoke_without_command=True,
 )
@@ -36,7 +36,7 @@ app = typer.Typer(
 @app.callback()
 def _root(
     context: typer.Context,
-    listed: Annotated[bool, typer.Option("--list", help="What there is, and what it takes.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="List the studies, and what each takes.")] = False,
     as_json: Json = False,
 ) -> None:
     if context.invoked_subcommand is not None:
@@ -62,19 +62,22 @@ def _root(
 _PARAMETERS = "A TOML file with values for the options below; what the command line says comes first."
 _OPTIONS: dict[str, tuple[Any, Any]] = {
     "parameters": (Annotated[Path | None, typer.Option(help=_PARAMETERS)], None),
-    "quick": (Annotated[bool, typer.Option("--quick", help="A try of less than a minute.")], False),
-    "redraw": (Annotated[bool, typer.Option("--redraw", help="Only tables and figures of what is there.")], False),
+    "quick": (Annotated[bool, typer.Option("--quick", help="A quick version that takes less than a minute.")], False),
+    "redraw": (Annotated[bool, typer.Option("--redraw", help="Only tables and figures from stored results.")], False),
     "out": (
-        Annotated[Path, typer.Option(help="Folder for the numbers and the figures; made if missing.")],
+        Annotated[Path, typer.Option(help="Folder for the numbers and the figures; created if missing.")],
         Path("results"),
     ),
     "runs": (
-        Annotated[Path, typer.Option(help="Folder for trained models and records; made if missing.")],
+        Annotated[Path, typer.Option(help="Folder for trained models and records; created if missing.")],
         Path("runs"),
     ),
-    "data_dir": (Annotated[Path | None, typer.Option(help="Folder of the data; default: HOLDFAST_DATA.")], None),
+    "data_dir": (Annotated[Path | None, typer.Option(help="Folder with the data; default: HOLDFAST_DATA.")], None),
     "device": (Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")], None),
-    "jobs": (Annotated[int, typer.Option(min=1, help="Parts at once, each in a process with one thread.")], 1),
+    "jobs": (
+        Annotated[int, typer.Option(min=1, help="Number of parts at once, each in a process with one thread.")],
+        1,
+    ),
     "as_json": (Json, False),
 }
 
@@ -105,7 +108,7 @@ def _command(cls: type[Study[Any]]) -> Callable[..., None]:
 
 
 def _option(f: Field[Any], hint: Any) -> tuple[Any, Any]:
-    """How the command line takes a parameter: not given means that the study's own value stands."""
+    """How the command line takes a parameter: if it is not given, the study's own value stands."""
     if get_origin(hint) in (Union, UnionType):
         hint = next(kind for kind in get_args(hint) if kind is not type(None))
     several, shown = get_origin(hint) is tuple, f.default
@@ -122,7 +125,7 @@ def _option(f: Field[Any], hint: Any) -> tuple[Any, Any]:
 
 
 def _read(study: Study[Any], given: dict[str, Any], file: Path | None, quick: bool) -> Any:
-    """The parameters: the study's own or those of a try, then a file's, then the command line's."""
+    """The parameters: the study's own or those of a quick run, then a file's, then the command line's."""
     table = to_table(study.quick() if quick else study.parameters())
     hints = get_type_hints(study.parameters)
     if file is not None:
@@ -166,7 +169,7 @@ def _carry_out(run: StudyRun, jobs: int, redraw: bool, as_json: bool) -> None:
         raise InputError(f"{run.stem} has no results to show; {advice}")
     if not done:
         total, missing = len(plan.parts), len(run.pending(plan.parts))
-        line = f"interrupted; {total - missing} of {total} parts were finished; the same command goes on"
+        line = f"interrupted; {total - missing} of {total} parts were finished; the same command resumes"
         typer.echo(f"holdfast: {line}", err=True)
         raise typer.Exit(INTERRUPTED)
 

@@ -23,25 +23,27 @@ from holdfast.train.config import LARGEST_SEED, TrainingConfig, read_training
 from holdfast.train.loop import train as run_training
 from holdfast.train.outcome import TrainingProgress
 
-_FEW, _PATIENCE = 5, 10.0  # inputs that are certified after a training, and seconds for each
+_FEW, _PATIENCE = 5, 10.0  # inputs that are certified after training, and seconds for each
 
 
 def train(
     config: Annotated[str, typer.Argument(help="A TOML file, or a name that `holdfast models` lists.")],
-    out: Annotated[Path | None, typer.Option(help="Folder, made if missing; default: runs/NAME-seed-SEED.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder, created if missing; default: runs/NAME-seed-SEED.")] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, max=LARGEST_SEED, help="Instead of the seed in the config.")
+        int | None, typer.Option(min=0, max=LARGEST_SEED, help="Seed, instead of the one in the config.")
     ] = None,
-    start: Annotated[Path | None, typer.Option(help="A saved model whose weights come first, to fine-tune it.")] = None,
-    resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in the folder, or begin anew.")] = True,
-    device: Annotated[str | None, typer.Option(help="Such as cuda:1; default: what accelerate chooses.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data files; default: HOLDFAST_DATA.")] = None,
-    checkpoint_seconds: Annotated[float, typer.Option(min=0, help="Time between two checkpoints.")] = 60.0,
-    seconds: Annotated[float | None, typer.Option(min=0, help="End after this time; the next run goes on.")] = None,
+    start: Annotated[Path | None, typer.Option(help="A saved model to start from, for fine-tuning.")] = None,
+    resume: Annotated[bool, typer.Option(help="Resume from the checkpoint in the folder, or start afresh.")] = True,
+    device: Annotated[
+        str | None, typer.Option(help="Device, such as cuda:1; default: what accelerate chooses.")
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with the data files; default: HOLDFAST_DATA.")] = None,
+    checkpoint_seconds: Annotated[float, typer.Option(min=0, help="Time between checkpoints.")] = 60.0,
+    seconds: Annotated[float | None, typer.Option(min=0, help="End after this time; the next run resumes.")] = None,
     shard_size: ShardSize = None,
     as_json: Json = False,
 ) -> None:
-    """Train a model that can be certified; an interrupted training goes on with the same command."""
+    """Train a model that can be certified; the same command resumes an interrupted training."""
     chosen = read_training(config)
     chosen = chosen if seed is None else chosen.with_seed(seed)
     chosen = chosen if start is None else chosen.with_start(start)
@@ -81,7 +83,7 @@ def train(
     emit_json("train", record, stdout=as_json, out=None)
     if not run.finished:
         saved = (folder / "checkpoint.safetensors").exists()
-        rest = f"the same command goes on from {folder}" if saved else "nothing was saved"
+        rest = f"the same command resumes from {folder}" if saved else "nothing was saved"
         if run.interrupted:
             typer.echo(f"holdfast: interrupted; {rest}", err=True)
             raise typer.Exit(INTERRUPTED)
@@ -102,7 +104,7 @@ def _line(config: TrainingConfig, now: TrainingProgress) -> str:
 
 
 def _prove(config: TrainingConfig, folder: Path, split: str, data_dir: Path | None) -> CertificationRun:
-    """A few inputs of the held-out split, certified: the estimate of a training is no proof."""
+    """A few inputs of the held-out split, certified: the estimate in training is no proof."""
     data, radius = load_data(config.data.name, split, data_dir), config.train.radius
     with telling("proving a few inputs") as told:
         return certify(

@@ -24,7 +24,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Job(Generic[T]):
-    """One piece of work, small enough that losing it does not hurt."""
+    """One unit of work, small enough that losing it does not hurt."""
 
     label: str
     run: Callable[[], T]
@@ -60,10 +60,10 @@ def carry_out(jobs: Sequence[Job[T]]) -> Finished[T]:
 
 
 def work_through(work: Callable[[T, Tell], None], items: Sequence[T], labels: Sequence[str], jobs: int) -> bool:
-    """Does long work on every item, several at once, with a progress bar; whether all of it was finished.
+    """Does long work on every item, several at once, with a progress bar; returns whether all of it was finished.
 
     Args:
-        work: a function of a module that leaves its results in files, and tells how far it is.
+        work: a module-level function that leaves its results in files and reports its progress.
         items: what it is called with.
         labels: what the bar calls them.
         jobs: how many at once, each with one thread; with 1, the work is done in this process.

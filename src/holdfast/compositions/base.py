@@ -27,7 +27,7 @@ from holdfast.registry import Registry
 
 _SMALLEST, _LARGEST = 1e-12, 1e6  # of a radius, as multiples of the first-order one
 
-#: What a composition bounds margins over: a ball, or a box with half-widths of its own in every coordinate.
+#: What a composition bounds margins over: a ball, or a box with its own half-width in every coordinate.
 Shape = Literal["ball", "box"]
 
 #: Bounds (b, e) of how far an output moves, for movements (b, e) of the input.
@@ -42,8 +42,8 @@ class Radii:
         radius: (b) no perturbation of this length or less changes the prediction; 0 where nothing is proved.
         margin: (b) the lower bound of the margin at that radius.
         methods: the method behind each radius.
-        notes: what the composition has to say: what did not apply.
-        losses: for each input what was taken off its margin at that radius, by name; empty where it is not known.
+        notes: remarks of the composition: what did not apply.
+        losses: for each input what was taken off its margin at that radius, by name; empty where it is unknown.
         unfinished: what was left out for lack of time.
     """
 
@@ -58,11 +58,11 @@ class Radii:
 @final
 @dataclass(frozen=True)
 class Aim:
-    """What is asked.
+    """What to prove.
 
     Attributes:
         threat: what may become of an input.
-        at: radii, of which the largest that can be proved is wanted; empty for the largest radius of all.
+        at: radii, of which to find the largest that can be proved; empty for the largest radius of all.
     """
 
     threat: Threat = L2
@@ -73,14 +73,14 @@ LARGEST_BALL = Aim()
 
 
 class NetworkMethod(Method):
-    """What every registered composition says of itself, and that it proves radii.
+    """What every registered composition says about itself, and that it proves radii.
 
     Attributes:
-        shapes: what it has a proof over; one without boxes goes through the balls around them.
-        quick: whether it answers soon, whatever the size of the network.
+        shapes: the regions it has a proof over; one without boxes goes through the balls around them.
+        quick: whether it answers quickly, whatever the size of the network.
         for_large: whether it does without norms of maps on all tokens, which cost too much for many numbers.
         most_inputs: the most numbers that may move.
-        instead: the name of a composition that reaches about as far for less wherever it applies.
+        instead: the name of a composition that reaches about as far at less cost wherever it applies.
     """
 
     shapes: ClassVar[frozenset[Shape]] = frozenset({"ball"})
@@ -94,7 +94,7 @@ class NetworkMethod(Method):
         """Why the composition has no proof for the network, or None where it has one."""
 
     def takes_long(self, centre: Centre) -> bool:
-        """Whether it is known to take much longer than what is to be asked `instead`."""
+        """Whether it is known to take much longer than the composition named in `instead`."""
         return False
 
     @abstractmethod
@@ -103,7 +103,7 @@ class NetworkMethod(Method):
 
     @final
     def through(self, threat: Threat) -> Shape | None:
-        """What it goes through where the perturbations have a shape of which it has no proof."""
+        """What it goes through if it has no proof for the shape of the perturbations."""
         return "ball" if threat.boxed and "box" not in self.shapes else None
 
 
@@ -112,14 +112,14 @@ class Composition(NetworkMethod):
 
     A method states its metadata and writes `refusal` and `_curve`, and `_box_curve` if it bounds margins over boxes.
     What can be proved is guessed first, by the same formulas with iterated norms: these cost little, and the radius
-    that they give is hardly ever below the proved one. So a proof is tried once or twice, and not at all where the
+    that they give is hardly ever below the proved one. So a proof is tried once or twice, and not at all if the
     guess is no better than what is known.
 
     Attributes:
         one_by_one: whether inputs are treated one at a time on a CPU, to save memory.
         needs_no_guess: whether the curve is the same for both guarantees; it is then searched as it is.
         needs_no_slope: whether the search begins without the network's gradient, which costs more than a few radii.
-        precision: to which a radius is found, relative.
+        precision: relative, of a radius.
     """
 
     one_by_one: ClassVar[bool] = False
@@ -135,8 +135,8 @@ class Composition(NetworkMethod):
         """
 
     def _box_curve(self, centre: Centre, half: Float64[Tensor, "b n d"]) -> Curve:
-        """The same for boxes with half-widths eps times the given ones; asked for if "box" is among the shapes."""
-        raise NotImplementedError(f"{self.name} names boxes among its shapes, and has no margins over them")
+        """The same for boxes with half-widths eps times the given ones; used if "box" is among the shapes."""
+        raise NotImplementedError(f"{self.name} names boxes among its shapes, but has no margins over them")
 
     def _losses(self, centre: Centre, eps: Tensor, half: Tensor | None) -> tuple[dict[str, float], ...]:
         """For each input what is taken off its margin at eps, by name, where the method can tell.
@@ -218,7 +218,7 @@ class Composition(NetworkMethod):
         reached = self._decide(centre, known, aim) if aim.at else self._search(centre, known, aim.threat)
         losses: tuple[dict[str, float], ...] = ({},) * len(lead)
         if bool((reached.radius > 0).any()):
-            # What is proved stays where the time is over before it is known how.
+            # What is proved stays, even if the time is over before its losses are known.
             with torch.no_grad(), suppress(TimeLimitError):
                 region = self._region(centre, aim.threat, reached.radius)
                 losses = self._losses(region.centre, torch.where(reached.radius > 0, region.eps, 0.0), region.half)

@@ -16,6 +16,7 @@ from holdfast.linalg.threat import Threat
 from holdfast.network.centre import Centre
 from holdfast.network.network import Network
 
+_QUICK_SHARE = 0.25  # of the time there is: for the quick composition where others are to follow
 _MANY = 1024  # numbers beyond which Jacobians on all tokens take minutes
 
 
@@ -24,14 +25,15 @@ _MANY = 1024  # numbers beyond which Jacobians on all tokens take minutes
 class BestComposition(NetworkMethod):
     """The largest radius of every composition that applies, and which one it was.
 
-    The quick composition goes first, then the others, those first that usually reach farther; where boxes are asked
-    for, those that bound margins over boxes. Each one guesses whether it certifies more than is known already (see
+    The quick composition goes first, then the others, those that usually reach farther first; for boxes, those that
+    bound margins over boxes. Each one guesses whether it certifies more than is already known (see
     `Composition`), and proves only if so. Every radius that is returned is proved. A radius that a guess misses is
-    lost. Balls around boxes are tried unless first order alone says that they hold too much.
+    lost. Balls around boxes are tried unless first order alone shows that they are too large.
 
-    Two things are left out unless there is a deadline, and `unfinished` names them: where attention acts on so many
-    numbers that the others take minutes, all but the quick one; and a composition that takes long, where another one
-    that it names (`instead`) has proved a radius. With a deadline they are tried until it, and the best so far counts.
+    Two things are left out unless there is a deadline, and `unfinished` names them: if attention acts on so many
+    numbers that the others take minutes, all but the quick one; and a composition that takes long, if the one that it
+    names (`instead`) has proved a radius. With a deadline they are tried until then, and the best so far counts;
+    the quick one has a quarter of the time.
     """
 
     name = "best"
@@ -49,7 +51,7 @@ class BestComposition(NetworkMethod):
             if method.through(aim.threat) is not None and beyond is not None and _hopeless(centre, beyond, aim.threat):
                 continue
             if answers and beyond is not None and aim.at and bool((beyond >= max(aim.at)).all()):
-                break  # no more is asked
+                break  # no more is needed
             if centre.overdue and answers:
                 names = ", ".join(left.name for left in methods[place:])
                 unfinished.append(f"the time was over before {names} could be tried")
@@ -62,7 +64,8 @@ class BestComposition(NetworkMethod):
                         "tried; call it by its name, or let seconds_per_input (--seconds-per-input) say for how long"
                     )
                     continue
-                answers.append(method(centre, beyond, aim))
+                with centre.within(_QUICK_SHARE if method.quick and place < len(methods) - 1 else 1.0):
+                    answers.append(method(centre, beyond, aim))
             except (MemoryLimitError, NotApplicableError) as reason:
                 notes.append(str(reason))
             else:
@@ -95,12 +98,12 @@ def _chosen(centre: Centre, threat: Threat) -> tuple[list[NetworkMethod], list[s
         if slow and centre.deadline == math.inf and any(m.refusal(centre.network) is None for m in quick):
             unfinished.append(
                 f"{slow} may reach farther, but takes minutes for attention on {sizes} numbers, and was not tried; "
-                "best goes on to it where seconds_per_input (--seconds-per-input) says for how long"
+                "best goes on to it if seconds_per_input (--seconds-per-input) says for how long"
             )
             methods = quick
-    # The later ones reach farther as a rule.
+    # The later ones usually reach farther.
     methods = [m for m in methods if m.quick] + [m for m in reversed(methods) if not m.quick]
-    # Those in whose place another one is to be asked come after it.
+    # Those that name another in `instead` come after it.
     methods = [m for m in methods if not _replaced(m, centre)] + [m for m in methods if _replaced(m, centre)]
     if threat.boxed:
         boxed = [m for m in methods if "box" in m.shapes and m.refusal(centre.network) is None]
@@ -116,7 +119,7 @@ def _hopeless(centre: Centre, known: Float64[Tensor, " b"], threat: Threat) -> b
 
 
 def _replaced(method: NetworkMethod, centre: Centre) -> bool:
-    """Whether another composition that applies is to be asked instead."""
+    """Whether another composition that applies is to be used instead."""
     if method.instead is None:
         return False
     other = compositions[method.instead]

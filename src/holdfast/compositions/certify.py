@@ -26,7 +26,7 @@ _MANY = 2**10  # numbers of a batch
 @final
 @dataclass(frozen=True)
 class Certified:
-    """One input: what is predicted, and how far it may move before that can change.
+    """One input: its prediction, and how far it may move before that can change.
 
     Attributes:
         prediction: the class of the largest logit, in float64.
@@ -34,7 +34,7 @@ class Certified:
         margin: a lower bound of its logit's lead at the input.
         radius: no perturbation of this length or less changes the prediction; 0 where nothing is proved.
         method: the composition that proved it.
-        through: "ball" where boxes were asked for and the composition proved it over the balls around them.
+        through: "ball" where boxes were requested and the composition proved it over the balls around them.
         guarantee: "proved", or "numerical" where norms are iterated.
         seconds: wall time, shared equally among the inputs of a batch.
         notes: what did not apply.
@@ -73,9 +73,9 @@ def certify_inputs(
         x: (b, n, d) the inputs, float32 or float64.
         method: a composition's name.
         guarantee: "proved" or "numerical".
-        memory_limit: bytes that one dense Jacobian, or one proved norm, may hold.
+        memory_limit: bytes that one dense Jacobian, or one proved norm, may use.
         threat: what may become of an input.
-        at: decide at these radii alone, which takes less than to find the largest.
+        at: decide only at these radii, which is quicker than finding the largest.
         seconds: for each input; after that nothing is begun, and the best so far counts. None for no limit.
 
     Example:
@@ -109,7 +109,7 @@ def certify_inputs(
         for prediction, margin, radius, name, lost in zip(*columns, strict=True)
     ]
     if x.numel() >= _MANY:
-        del centre  # parts of some compositions know each other: cycles, which Python looks for too seldom
+        del centre  # parts of some compositions refer to each other: cycles, which Python collects too seldom
         gc.collect()
     return records
 
@@ -124,7 +124,7 @@ def proves(
     guarantee: Guarantee,
     threat: Threat = L2,
 ) -> bool:
-    """Whether a composition proves this very radius of the input at one place of a batch: there is no search."""
+    """Whether a composition proves this very radius for one input of a batch, without a search."""
     chosen = compositions[method]
     if not isinstance(chosen, Composition):
         return False

@@ -19,7 +19,7 @@ class EndToEnd(Composition):
     """min_j m_j - ‖w_y - w_j‖ ρ(eps), ρ <= eps ‖Dz(X)‖ + ∫_0^eps (eps - r) C(r) dr for the features z.
 
     Dz(X) is assembled at the input, and C bounds the second derivative of z (docs/math/network.md, Theorem 1). At a
-    kink the recursion begins anew with the ball that the kinked stage gives.
+    kink the recursion starts afresh with the ball that the kinked stage gives.
     """
 
     name = "end-to-end"

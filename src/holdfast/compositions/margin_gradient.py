@@ -1,6 +1,6 @@
 """The gradients of the margins at the input, and a bound of their second derivatives (docs/math/network.md, Theorem 2).
 
-Along X + tG, D²m[G, G] = Σ_k ⟨λ_k, D²f_k(u_k)[u̇_k, u̇_k]⟩, where λ_k is the margin's gradient behind site k. The forward
+Along X + tG, D²m[G, G] = Σ_k ⟨λ_k, D²f_k(u_k)[u̇_k, u̇_k]⟩, where λ_k is the margin's gradient after site k. The forward
 constants are those of `segments.py`; backward, Λ_k(r) >= ‖λ_k‖ and c_k(r) >= ‖dλ_k/dt‖ for unit G:
 
     c ← L_k c + β_k Λ G_k,   Λ ← min(‖λ(X)‖ + ∫_0^r c, L_k Λ)        from behind site k to before it.

@@ -1,4 +1,4 @@
-"""Radii at which a curve of margins is positive: the largest, or the largest of a few that are given."""
+"""Radii at which a curve of margins is positive: the largest, or the largest of a few given ones."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ def decided(curve: Curve, guess: Curve | None, lead: Tensor, at: Sequence[float]
 
     Args:
         curve: the margins.
-        guess: what costs less and is hardly ever below; where it is not positive, nothing is tried.
+        guess: a cheaper curve that is hardly ever below; where it is not positive, nothing is tried.
         lead: (b) the margins at radius 0; nothing is tried where they are not positive.
         at: the radii.
-        known: (b) radii up to which nothing is asked.
+        known: (b) radii up to which nothing needs to be decided.
     """
     radius, margin = torch.zeros_like(lead), lead
     for r in sorted(at, reverse=True):

@@ -32,7 +32,7 @@ RIVALS = 256  # classes whose margins have gradients of their own
 
 @dataclass(frozen=True)
 class Spread:
-    """What is known of u_k over the balls of radius r/M, …, r, all (b, M): ρ_k, G_k and C_k."""
+    """What is known about u_k over the balls of radius r/M, …, r, all (b, M): ρ_k, G_k and C_k."""
 
     rho: Float64[Tensor, "b m"]
     gain: Float64[Tensor, "b m"]

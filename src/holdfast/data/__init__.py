@@ -1,6 +1,6 @@
 """Data sets, read from their standard files: `load(name, split)`."""
 
-from holdfast.data import cifar10, digits, sst2, svhn  # each registers what it reads
+from holdfast.data import cifar10, digits, sst2, svhn  # each registers its data sets
 from holdfast.data.dataset import Dataset, data_folder
 from holdfast.data.sources import SOURCES, Source, load
 from holdfast.data.sst2 import Vocabulary, vocabulary

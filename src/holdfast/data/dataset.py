@@ -1,4 +1,4 @@
-"""A data set in memory, and where its files are looked for."""
+"""A data set in memory, and where its files are searched for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Dataset:
         split: which part of it.
         inputs: (b, …) images with pixels in [0, 1], or word ids.
         labels: (b,) classes from 0.
-        indices: (b,) the place of each input in the data set's own order.
+        indices: (b,) the position of each input in the data set's own order.
         checksum: SHA-256 of the whole split as it was read.
         texts: the sentences that word ids stand for.
     """
@@ -47,7 +47,7 @@ class Dataset:
         return zip(self.inputs, self.labels.tolist(), strict=True)
 
     def select(self, places: Sequence[int] | Int64[Tensor, " s"]) -> Dataset:
-        """The inputs at these places of this data set; their indices stay what they were."""
+        """The inputs at these positions of this data set; they keep their indices."""
         chosen = torch.as_tensor(places, dtype=torch.int64)
         texts = None if self.texts is None else tuple(self.texts[i] for i in chosen.tolist())
         return replace(
@@ -56,13 +56,13 @@ class Dataset:
 
 
 def data_folder(data_dir: Pathlike | None = None) -> Path:
-    """Where data files lie: the given folder, else what HOLDFAST_DATA names, else ~/.cache/holdfast."""
+    """Where data files are: the given folder, else what HOLDFAST_DATA names, else ~/.cache/holdfast."""
     named = os.environ.get("HOLDFAST_DATA", "~/.cache/holdfast") if data_dir is None else data_dir
     return Path(named).expanduser()
 
 
 def find_file(data_dir: Pathlike | None, places: Sequence[str], name: str) -> Path:
-    """The first of these files, named from the data folder, that is there."""
+    """The first of these files, named relative to the data folder, that exists."""
     folder = data_folder(data_dir)
     for place in places:
         if (folder / place).is_file():

@@ -1,4 +1,4 @@
-"""Picture files as vision models take them: resized, cropped, normalised."""
+"""Image files as vision models take them: resized, cropped, normalised."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from holdfast.storage import Pathlike
 
 @dataclass(frozen=True)
 class Preparation:
-    """What a model wants of a picture.
+    """How a model wants its images.
 
     Attributes:
         size: height and width in pixels.
-        mean: of each channel, in [0, 1], to be taken off.
+        mean: of each channel, in [0, 1], to subtract.
         std: of each channel, to divide by.
-        crop: which part of the shorter side is kept, around the middle; None to resize both sides, whatever the ratio.
+        crop: what part of the shorter side is kept, around the middle; None to resize both sides, whatever the ratio.
     """
 
     size: tuple[int, int]
@@ -33,14 +33,14 @@ class Preparation:
 
 @dataclass(frozen=True)
 class PreparedPicture:
-    """A picture as numbers for a model, and as it looks then."""
+    """An image as numbers for a model, and as it then looks."""
 
     values: Float[Tensor, "1 3 height width"]
     pixels: UInt8[Tensor, "height width 3"]
 
 
 def read_picture(path: Pathlike, preparation: Preparation) -> PreparedPicture:
-    """Reads and prepares a picture file of any usual format."""
+    """Reads and prepares an image file in any usual format."""
     from PIL import Image, UnidentifiedImageError  # matplotlib brings it
 
     try:

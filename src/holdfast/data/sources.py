@@ -40,8 +40,8 @@ def load(name: Pathlike, split: str | None = None, data_dir: Pathlike | None = N
 
     Args:
         name: one of SOURCES, or the path of a safetensors file with `inputs`, `labels` and perhaps `indices`.
-        split: the part to read, by default the one that is held out; a file of one's own has no parts.
-        data_dir: folder of the standard files; by default what HOLDFAST_DATA names, else ~/.cache/holdfast.
+        split: the part to read, by default the held-out one; your own files have no parts.
+        data_dir: folder with the standard files; by default what HOLDFAST_DATA names, else ~/.cache/holdfast.
         verify: refuse files that are not the published ones.
 
     Example:

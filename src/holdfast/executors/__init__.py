@@ -11,7 +11,7 @@ from holdfast.executors.ray_cluster import RayCluster
 from holdfast.executors.schedule import Plan, carry_out
 from holdfast.registry import Registry
 
-#: By name: what makes an executor with so many workers, or with as many as are usual for it.
+#: By name: what makes an executor with a number of workers, or with its usual number.
 executors: Registry[Callable[[int | None], Executor]] = Registry("executor", "holdfast.executors")
 executors.add("in-process")(lambda workers: InProcess())
 executors.add("processes")(lambda workers: Processes(workers or 1))
@@ -19,11 +19,11 @@ executors.add("ray")(lambda workers: RayCluster(workers=workers))
 
 
 def choose(executor: str | Executor | None, workers: int | None) -> Executor:
-    """The executor of a name; without one, as many processes as there are workers, or this one.
+    """The executor of this name; without one, as many processes as there are workers, or this process.
 
     Args:
-        executor: a name, or one that was made.
-        workers: how many; None for as many as are usual.
+        executor: a name, or an executor.
+        workers: how many; None for the usual number.
     """
     if isinstance(executor, Executor):
         return executor

@@ -27,7 +27,7 @@ Sink = Callable[[Sequence[tuple[int, Any]]], None]
 
 
 class Task(ABC, Generic[Item]):
-    """What every worker does. It goes out to a worker once, pickled."""
+    """What every worker does. It is sent to each worker once, pickled."""
 
     @abstractmethod
     def start(self) -> Work[Item]:
@@ -43,7 +43,7 @@ class Failure:
         kind: "refused" (by Holdfast, which would refuse the next item as well), "memory", "lost" (its worker ended) or
             "error".
         reason: one line.
-        error: what to raise in the place of a refusal.
+        error: what to raise for a refusal.
     """
 
     kind: Literal["refused", "memory", "lost", "error"]
@@ -68,7 +68,7 @@ class Ended:
 
 
 class Pool(ABC, Generic[Item]):
-    """Workers that are there, and work on items."""
+    """The workers that are running, and the items they work on."""
 
     @property
     @abstractmethod
@@ -78,7 +78,7 @@ class Pool(ABC, Generic[Item]):
     @property
     @abstractmethod
     def room(self) -> int:
-        """How many items it takes now; a few more than are worked on, so that no worker waits."""
+        """How many more items it takes now; a few more than are worked on, so that no worker waits."""
 
     @abstractmethod
     def submit(self, ticket: int, item: Item) -> None:
@@ -86,7 +86,7 @@ class Pool(ABC, Generic[Item]):
 
     @abstractmethod
     def wait(self, seconds: float | None = None) -> list[Ended]:
-        """Hands on what has arrived and says what has ended; waits a while for something to happen.
+        """Passes on what has arrived and says what has ended; waits a while for something to happen.
 
         Args:
             seconds: no longer than that, unless this process is the worker.

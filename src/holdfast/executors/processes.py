@@ -109,7 +109,7 @@ class _Family(Pool[Item]):
         return ended
 
     def _replace(self, child: _Child) -> Ended:
-        """Another process in the place of one that ended."""
+        """Replaces a process that ended."""
         assert child.ticket is not None
         child.close()
         if not child.begun:
@@ -133,7 +133,7 @@ def _how(status: int | None) -> str:
 
 def _serve(pipe: Connection, task: Task[Any], threads: int) -> None:
     """The life of a worker: items in, what they give out, until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     torch.set_num_threads(threads)
     try:
         work = task.start()

@@ -23,9 +23,9 @@ from holdfast.executors.base import Ended, Executor, Failure, Item, Pool, Sink, 
 from holdfast.extras import require
 from holdfast.version import __version__
 
-#: Items that a worker has, with the one that it works on: the next is there when it needs one.
+#: Items that a worker has, including the one in progress: the next is there when it is needed.
 AHEAD = 2
-#: Seconds between two looks at which nodes there are.
+#: Seconds between looks at which nodes there are.
 LOOK = 2.0
 #: Seconds in which the head of a cluster answers.
 ANSWER = 5.0
@@ -37,14 +37,14 @@ STARTS = 3
 
 @final
 class RayCluster(Executor):
-    """Actors on the nodes of a Ray cluster that is there: as many as fit, while nodes join and leave.
+    """Actors on the nodes of a running Ray cluster: as many as fit, while nodes join and leave.
 
-    The task goes out once, through the object store, and each actor starts it once. A worker that is lost with its node
+    The task is sent out once, through the object store, and each actor starts it once. A worker lost with its node
     is replaced where there is room.
 
     Args:
         address: HOST:PORT of its head, or "auto" for the one that this machine belongs to.
-        workers: at most so many; by default as many as fit.
+        workers: the most workers; by default as many as fit.
         gpus_per_task: GPUs of each worker; a part of one, such as 0.5, is possible.
     """
 
@@ -194,7 +194,7 @@ class _Crew(Pool[Item]):
         if time.monotonic() > self._heard + PATIENCE:
             self._members, self._starting = [], {}  # nobody can end them, and they end with their nodes
             raise HoldfastError(
-                f"the head of the cluster at {self._head} is gone; what was finished is kept, and the same call goes on"
+                f"the head of the cluster at {self._head} is gone; what was finished is kept, and the same call resumes"
             )
         return False
 
@@ -273,7 +273,7 @@ def _answers(address: str) -> bool:
 
 @contextmanager
 def _own_modules_by_value(cloudpickle: Any) -> Iterator[None]:
-    """What is pickled here takes along the code of modules that no package brings: other machines do not have them."""
+    """What is pickled here includes the code of modules outside any package: other machines do not have them."""
     known = sys.stdlib_module_names | packages_distributions().keys() | {"holdfast", "__main__"}
     named = {name: module for name, module in sys.modules.items() if getattr(module, "__name__", None) == name}
     own = [

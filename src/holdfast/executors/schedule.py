@@ -25,7 +25,7 @@ class Plan(ABC, Generic[Item]):
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many items there are at first."""
+        """How many items there are initially."""
 
     @abstractmethod
     def items(self) -> Iterator[Item]:
@@ -37,7 +37,7 @@ class Plan(ABC, Generic[Item]):
 
     @abstractmethod
     def smaller(self, item: Item) -> Sequence[Item]:
-        """What to try in the place of an item that failed; nothing where it cannot be made smaller."""
+        """What to try instead of an item that failed; nothing if it cannot be made smaller."""
 
     @abstractmethod
     def give_up(self, item: Item, reason: str) -> None:
@@ -55,7 +55,7 @@ class _Ticket(Generic[Item]):
 
 
 def carry_out(plan: Plan[Item], executor: Executor) -> None:
-    """Does all items of a plan. Never more are under way than the executor has room for.
+    """Does all items of a plan, never more at once than the executor has room for.
 
     An item whose worker ends is done again as it is, then in smaller parts; one that runs out of memory or fails is
     done in smaller parts at once. What fails and cannot be made smaller is given up, and the others go on.

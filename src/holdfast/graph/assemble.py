@@ -1,7 +1,7 @@
 """From points to stages: the chain of pieces and residual branches that computes one point from another.
 
-Every path from the input to the output passes certain points. Between two neighbours of these lies one step, or a
-region of branches that end in a sum. A sum of the region's first point and one branch is a residual stage; any other
+Every path from the input to the output passes through certain points. Between two neighbouring ones lies one step, or
+a region of branches that end in a sum. A sum of the region's first point and one branch is a residual stage; any other
 region is run as a chain on one row of all numbers that are still needed (`holdfast.layers.beside`).
 """
 
@@ -89,7 +89,7 @@ def _region(first: Point, end: Point) -> list[Stage]:
 
 
 def _terms(first: Point, end: Point) -> list[Point]:
-    """What the sum at `end` adds up; a sum among it that nothing else needs is added up as well."""
+    """What the sum at `end` adds up; nested sums that nothing else needs are flattened."""
     assert end.step is not None
     users: dict[Point, int] = {}
     for point in _order(first, end):

@@ -38,8 +38,8 @@ class Converted:
         network: computes the model's logits from `encode(inputs)`; perturbations are measured there.
         encode: a batch of the model's inputs as the network's, float64 on the CPU; the network computes where its input
             is. An image (b, c, height, width) becomes (b, c, pixels), words become their embeddings (b, n, d) without
-            padding; where a part alone moves, its displacement: zero; for a block, the tokens that enter it.
-        normalise: the piece that normalises images in front of the model, if that is part of the network.
+            padding; if only a part moves, its displacement: zero; for a block, the tokens that enter it.
+        normalise: the piece that normalises images before the model, if that is part of the network.
         equality: how well the network and the model agree on the example; None without one.
     """
 
@@ -52,7 +52,7 @@ class Converted:
 @final
 @dataclass(frozen=True)
 class Reading:
-    """A network as it was read, with nothing said yet of what moves.
+    """A network as it was read, before it is said what moves.
 
     Attributes:
         network: on the whole input.
@@ -67,7 +67,7 @@ class Reading:
 
 @final
 class Readings:
-    """What was read of one model whose weights do not change: inputs of the same kind need no second reading."""
+    """What was read from one model whose weights do not change: inputs of the same kind need no second reading."""
 
     def __init__(self) -> None:
         self._known: list[Reading] = []
@@ -100,27 +100,27 @@ def to_network(
     """Turns a classifier into a network that computes the same logits.
 
     The network is made from the operators that the model executes on the first input of the example: nothing depends on
-    the names of its classes and attributes. An operator that is not known is refused, with its module and the line of
+    the names of its classes and attributes. An unknown operator is refused, with its module and the line of
     the model's code. Holdfast's own models, and classes that define both `forward` and `to_network(self) -> Network`,
-    are asked instead.
+    say themselves which network they are.
 
     Tokens that no answer depends on, such as padding, are left out. The network then serves inputs of the same shape,
     padding and token types, and `encode` refuses others.
 
     Args:
-        model: in evaluation mode. A decoder that returns logits for every token answers with those of the last one.
+        model: in evaluation mode. For a decoder that returns logits for every token, the answer is that of the last.
         example: a batch of what the model takes: images, vectors, or what a tokenizer returns. Network and model are
-            compared on it and around it; it may be missing where the model has a `to_network` of its own.
+            compared on it and around it; it may be omitted if the model has a `to_network` of its own.
         perturb: what moves, as `holdfast.graph.perturbation` says; by default the pixels of an image, the embeddings of
             all words.
-        normalise: mean and standard deviation of every channel, if the model takes images that are normalised. The
-            network's input is then the image before that, so that radii are in units of its pixels.
-        readings: what was read of this model before.
-        device: where network and model are compared on inputs of a kind that was read before; on the CPU where they do
+        normalise: mean and standard deviation of every channel, if the model takes normalised images. The
+            network's input is then the image before normalisation, so that radii are in units of its pixels.
+        readings: what was read from this model before.
+        device: where network and model are compared on inputs of a kind that was read before; on the CPU if they do
             not run there, or seem to differ.
 
     Raises:
-        ConversionError: the model is training, or does something that is not known; or the network's logits are not
+        ConversionError: the model is in training mode, or does something unknown; or the network's logits are not
             the model's.
 
     Example:
@@ -160,7 +160,7 @@ def to_network(
 
 
 def read(model: nn.Module, inputs: ModelInputs | None) -> Reading:
-    """Reads a model in float64 on the first of its inputs, or asks it."""
+    """Reads a model in float64 on the first of its inputs, or takes the network that it declares."""
     own = declared(model)
     if own is not None:
         return Reading(own[0], None, own[1])
@@ -215,7 +215,7 @@ def check_evaluating(model: nn.Module) -> None:
 
 
 def normalised(inputs: ModelInputs, piece: Normalise) -> ModelInputs:
-    """What the model takes, from images that are not normalised yet."""
+    """What the model takes, from images that are not yet normalised."""
     images = inputs if isinstance(inputs, Tensor) else _image_of(inputs)
     if images.ndim != 4 or images.shape[1] != len(piece.mean):
         raise InputError(

@@ -1,4 +1,4 @@
-"""Models that say themselves which network they are: Holdfast's own, and classes that define `to_network`."""
+"""Models that themselves say which network they are: Holdfast's own, and classes that define `to_network`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _DECLARING = ("to_network", "pieces")
 def declared(model: nn.Module) -> tuple[Network, Callable[[Any], Tensor]] | None:
     """The network that the model's class declares, and what encodes its inputs; None where it declares none.
 
-    A declaration counts for the `forward` that its class knew. One that a subclass has replaced, one that is not of the
-    declaring package or of torch, or one with hooks around it makes the model one like any other: its graph is read.
+    A declaration holds for the `forward` that its class was written for. If a subclass has replaced that, if it comes
+    from neither the declaring package nor torch, or if it has hooks, the model is treated like any other: its graph is
+    read.
     """
     if getattr(model, "to_network", None) is None or not _stands_by(model):
         return None

@@ -28,7 +28,7 @@ class Entrance:
 
     Attributes:
         program: the operators.
-        node: whose value moves: an input, or the embeddings of the words.
+        node: the one whose value moves: an input, or the embeddings of the words.
         moving: that value as a function of the network's input (n, d).
         kind: "embeddings" for words, "pixels" for images (b, c, height, width); None for other tensors.
         kept: which tokens are not padding; None where there is none.
@@ -45,7 +45,7 @@ class Entrance:
     frontier: Mapping[fx.Node, Tensor] = field(default_factory=dict)
 
     def bound(self, frontier: Mapping[fx.Node, Tensor]) -> Entrance:
-        """With the constants on which the network rests."""
+        """With the constants that the network depends on."""
         return replace(self, frontier=dict(frontier))
 
     def admits(self, inputs: ModelInputs) -> bool:

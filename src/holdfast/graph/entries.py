@@ -52,7 +52,7 @@ class MeanSquare:
 @final
 @dataclass(frozen=True, eq=False)
 class RowMaximum:
-    """The largest score of each query, which models take off before softmax."""
+    """The largest score of each query, which models subtract before softmax."""
 
     scores: Scores
     dim: int
@@ -82,7 +82,7 @@ def refuse(why: str) -> NoReturn:
 class EntryReader:
     """Reads the operators that act entry by entry."""
 
-    # -- what only moves entries about
+    # -- what only rearranges entries
 
     def rearranged(self, x: Value, move: Callable[[Tensor], Tensor]) -> Value:
         """A view, permutation, slice or repetition."""

@@ -34,7 +34,7 @@ class Equality:
     """How well a network and its model agree.
 
     Attributes:
-        inputs: at how many points they were compared: the inputs, and points around the first of them.
+        inputs: the number of points at which they were compared: the inputs, and points around the first of them.
         difference: the largest difference of two logits, relative to the largest logit.
     """
 
@@ -114,13 +114,13 @@ def check_equal(
     """Compares a network with its model, in float64: on the batch, and around its first inputs.
 
     Args:
-        network: what was made of the model.
-        entrance: how the model was read; None where its class declares its network.
+        network: what the model was converted to.
+        entrance: how the model was read; None if its class declares its network.
         model: in float64.
         inputs: a batch of inputs.
-        encode: these as the network takes them.
-        model_inputs: these as the model takes them, normalised where that is part of the network.
-        device: where the model is; points around the inputs are compared on the CPU alone.
+        encode: turns them into what the network takes.
+        model_inputs: turns them into what the model takes, normalised if that is part of the network.
+        device: where the model is; points around the inputs are compared only on the CPU.
         around: whether points around the inputs are compared, too.
 
     Raises:
@@ -150,7 +150,7 @@ def check_equal(
 
 
 def _answer_in_company(entrance: Entrance | None, model: nn.Module, one: ModelInputs) -> Tensor | None:
-    """What the model answers to an input with another one beside it; None where it takes one at a time."""
+    """The model's answer to an input in a batch with another; None if it takes one at a time."""
     try:
         logits = model_logits(model, _in_company(one))[:1]
     except ConversionError:

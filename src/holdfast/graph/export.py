@@ -25,8 +25,8 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
 
     Args:
         model: in evaluation mode, where dropout does nothing.
-        inputs: an example; shapes, and whatever is decided by Python, are taken from it.
-        output: whether the logits are looked for in what the model returns.
+        inputs: an example; shapes, and whatever Python decides, are taken from it.
+        output: whether to find the logits in what the model returns.
 
     Raises:
         ConversionError: it cannot be recorded, or changes its own buffers; the message says why.
@@ -101,7 +101,7 @@ def _needed(end: fx.Node) -> set[fx.Node]:
 def _readable(exported: Any) -> bool:
     """Whether nothing changes in place, and all that depends on inputs is read as it is.
 
-    If so, there is nothing to take apart, and the graph need not be recorded a second time.
+    If so, there is nothing to decompose, and the graph need not be recorded a second time.
     """
     behind = {node for node in exported.graph.nodes if node.name in exported.graph_signature.user_inputs}
     for node in exported.graph.nodes:
@@ -146,7 +146,7 @@ def _draws(node: fx.Node) -> bool:
 
 @cache
 def _opened() -> Mapping[Any, Callable[..., Any]]:
-    """Operators made of others are taken apart, unless they are read as they are."""
+    """Operators made of others are decomposed, unless they are read as they are."""
     table: Any = torch.export.default_decompositions()
     return {
         op: decompose
@@ -166,7 +166,7 @@ _TAKEN_APART = {
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What torch.export says of itself is of no use here."""
+    """What torch.export says about itself is of no use here."""
     logger = logging.getLogger("torch.export")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -179,7 +179,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _masks_as_given() -> contextlib.AbstractContextManager[Any]:
-    """`nn.TransformerEncoder` looks whether its mask is causal, to be faster: the only branch on values in torch."""
+    """`nn.TransformerEncoder` checks whether its mask is causal, to be faster: the only branch on values in torch."""
     return mock.patch.object(
         torch.nn.modules.transformer, "_detect_is_causal_mask", lambda mask, causal, size: bool(causal)
     )

@@ -1,6 +1,6 @@
 """Neighbouring pieces that are one: attention with its output map, the two maps of an MLP, a norm with its weights.
 
-A joint piece knows tighter constants than its parts. Nothing is rounded here: weights are put side by side.
+A joint piece has tighter constants than its parts. Nothing is rounded here: weights are put side by side.
 """
 
 from __future__ import annotations

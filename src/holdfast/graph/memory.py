@@ -1,7 +1,7 @@
 """Attention to keys and values that do not move: cross-attention to a fixed memory, such as an encoder's output.
 
-The memory becomes tokens of its own beside the queries, constant ones, to which alone queries attend; so it is
-attention like any other, for every bound and composition. What these tokens return is dropped again.
+The memory becomes constant tokens beside the queries, and queries attend only to these; so it is attention like any
+other, for every bound and composition. What these tokens return is dropped again.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from holdfast.graph.onnx_call import Array, Call, Value
 from holdfast.graph.onnx_operators import OPERATORS
 from holdfast.storage import Pathlike
 
-#: The operator sets that are read; before it, operators broadcast in ways of their own.
+#: The oldest operator set that is read; before it, operators broadcast in ways of their own.
 _OLDEST = 7
 _LOOK_AT_SHAPES = {"Shape", "Size"}  # these depend on nothing else of their input
 _RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"}
@@ -37,7 +37,7 @@ SINGLE = 1e-4
 class OnnxModel(nn.Module):
     """The network of an ONNX file.
 
-    Inputs are executed one by one, as batches of one: shapes in a file are often written for one input.
+    Inputs are executed one by one, as batches of one: a file's shapes are often those of one input.
 
     Args:
         path: of the file.
@@ -179,7 +179,7 @@ class OnnxModel(nn.Module):
     # -- what others compute
 
     def check(self, inputs: Tensor | Mapping[str, Any] | tuple[Any, ...], logits: Tensor) -> None:
-        """Refuses logits that are not those of the file.
+        """Refuses logits that differ from the file's.
 
         Args:
             inputs: what the model was called with.

@@ -1,4 +1,4 @@
-"""The ATen operators that compute, each in the words of the reader. A new operator is one entry of the table."""
+"""The ATen operators that compute, each in terms of the reader's methods. A new operator is one entry of the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's graph of operators: its nodes, how they are executed, and where each stands in the model's own code."""
+"""A model's graph of operators: its nodes, how they are executed, and where each is in the model's own code."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def name_of(target: Any) -> str:
 
 @final
 class Where:
-    """Where an operator stands, for messages: its module and the line of the model's own code."""
+    """Where an operator is, for messages: its module and the line of the model's own code."""
 
     def __init__(self, node: fx.Node) -> None:
         self.operator = name_of(node.target)

@@ -1,7 +1,7 @@
-"""Tokens that nothing needs are left out: padding, and all but the class token behind the last attention.
+"""Leaves out tokens that nothing needs: padding, and all but the class token after the last attention.
 
 From the end of the chain to its beginning: which rows of a stage's output are needed decides which rows of its input
-are. A token by itself needs itself; a query needs the keys that it may attend to.
+are. A token needs itself; a query needs the keys that it may attend to.
 """
 
 from __future__ import annotations

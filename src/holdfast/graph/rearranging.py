@@ -1,4 +1,4 @@
-"""The ATen operators that only move entries about, or make constants: they act on the reader's index tensors."""
+"""The ATen operators that only rearrange entries, or make constants: they act on the reader's index tensors."""
 
 from __future__ import annotations
 

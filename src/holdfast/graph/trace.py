@@ -26,7 +26,7 @@ from holdfast.graph.reader import Reader
 from holdfast.graph.scores import Scores
 from holdfast.graph.values import Moving, Point
 
-#: A rebuilt layer may differ from what the model computed by so much, relatively: rounding in the model's dtype.
+#: The relative error that a rebuilt layer may have: rounding in the model's dtype.
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}
 
 _PRODUCTS = {"matmul", "bmm"}
@@ -58,12 +58,12 @@ def trace(model: nn.Module, inputs: ModelInputs) -> list[TracedLayer]:
     """Finds every dot-product self-attention of a model.
 
     Args:
-        model: unmodified, in the state in which it is to be analyzed: `eval()` unless it has no dropout.
+        model: unmodified, in the state in which it is to be analyzed: call `eval()` if it has dropout.
         inputs: one tensor; a mapping of keyword arguments (what a tokenizer returns); or a tuple of arguments.
 
     Raises:
-        UnsupportedAttentionError: some attention of the model is not what an `AttentionLayer` can stand for, or the
-            rebuilt layer does not return what the model computed; the message names the module and what stands there.
+        UnsupportedAttentionError: some attention of the model cannot be represented by an `AttentionLayer`, or the
+            rebuilt layer does not return what the model computed; the message names the module and what is there.
 
     Example:
         >>> for layer in trace(bert, tokenizer(["a sentence"], return_tensors="pt")):
@@ -79,7 +79,7 @@ def iter_trace(model: nn.Module, inputs: ModelInputs) -> Iterator[TracedLayer]:
 
 @final
 class Tracer:
-    """Traces a model again and again: its graph is recorded once, and run with the weights that it has then.
+    """Traces a model repeatedly: its graph is recorded once, and run with the model's current weights.
 
     Args:
         model: whose weights may change in place.

@@ -5,7 +5,7 @@ a `Moving`: every entry an affine function of one row of a point, a matrix (n, d
 
     value[e] = Σ_t gain_t[e] · (⟨point[row[e], :], matrix[:, column_t[e]]⟩ + bias[column_t[e]]) + constant[e].
 
-Operators that only move entries about (views, permutations, slices, concatenations) act on the four index tensors, so
+Operators that only rearrange entries (views, permutations, slices, concatenations) act on the four index tensors, so
 that no layout has to be guessed: which head, token and channel an entry belongs to is read off them in the end.
 """
 

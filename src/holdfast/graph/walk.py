@@ -1,4 +1,4 @@
-"""From a graph of operators to a function of what moves: every operator is read in its turn."""
+"""From a graph of operators to a function of what moves: every operator is read in turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sub-layers: for each kind its piece, its local expansion and its trainable module stand together.
+"""Sub-layers: each kind's piece, local expansion and trainable module are kept together.
 
 A *piece* maps tokens to tokens and knows how steep and how curved it is on a ball; networks are chains of them. A
 *module* is a torch layer whose gain can be proved, with the pieces of its certificate: `module.pieces()`. Weights keep

@@ -1,11 +1,11 @@
-"""What the expansion of a network asks of one curved piece at the float64 point where it stands.
+"""What the expansion of a network needs from one curved piece at its float64 input.
 
 Derivatives of the network's activations with respect to its input are *jets*: J (p, b, n, d) along every direction and
 H (pairs, b, n, d) along every pair. A piece turns the jets at its input into those at its output, in closed form, and
 keeps the jets of its inner quantities (logits, pre-activations, …). With δ = J[G] + H[G, G]/2 + F at its input, F known
 by token-wise forms, it bounds what its output has beyond (docs/math/telescoped.md):
 
-    third    degree 3 and more, by forms: it feeds F of the pieces behind;
+    third    degree 3 and more, by forms: it feeds F of the later pieces;
     fourth   degree 4 and more, by numbers: it is what the margins' cubic polynomials leave out;
     twist    degree 3, exactly, seen by an adjoint: it makes these polynomials.
 
@@ -31,7 +31,7 @@ from holdfast.linalg.squarings import thin_gram_norm
 
 GAMMA = 2.0**-40  # of N = 2¹², twice
 _COEFFICIENTS = 16.0
-_PAIRS = 512  # pairs of directions that are looked at together
+_PAIRS = 512  # pairs of directions that are examined together
 
 
 class LocalExpansion(ABC):

@@ -20,8 +20,8 @@ Module = TypeVar("Module", bound=nn.Module)
 class Layer(nn.Module, ABC):
     """A map of tokens (b, n, d) to tokens.
 
-    `gain` is the Lipschitz constant that the construction promises in exact arithmetic. No certificate believes it: the
-    norms of the weights are recomputed, in float64 and rounded outward, by the pieces.
+    `gain` is the Lipschitz constant that the construction promises in exact arithmetic. No certificate relies on it:
+    the pieces recompute the norms of the weights, in float64 and rounded outward.
     """
 
     @property
@@ -32,9 +32,7 @@ class Layer(nn.Module, ABC):
     def steepness(self) -> Steepness:
         """What is known by construction of the norms of the first two derivatives; an infinite curvature is a kink."""
         if not math.isfinite(self.gain):
-            raise InputError(
-                f"{type(self).__name__} has no gain that is known; use another slope, such as margin-gradient"
-            )
+            raise InputError(f"{type(self).__name__} has no known gain; use another slope, such as margin-gradient")
         return Steepness(self.gain, math.inf)
 
     @abstractmethod

@@ -53,15 +53,15 @@ class Piece(ABC):
         """The piece plus the identity, where the two are bounded together better than apart."""
         return None
 
-    #: Whether constants on balls cost many norms: they are asked for only where derivatives at the centre say little.
+    #: Whether constants on balls cost many norms: they are used only where derivatives at the centre say little.
     costly: ClassVar[bool] = False
 
     def held_numbers(self, u: Tensor) -> int:
-        """About how many numbers the largest tensor has that `reach` needs for one input u (1, n, d)."""
+        """Roughly the size of the largest tensor that `reach` needs for one input u (1, n, d), in numbers."""
         return u.numel()
 
     def reach_for(self, need: Need) -> Callable[[Arithmetic[Any], Tensor, Any], Any]:
-        """`reach` by the bounds for a need, where the piece has several."""
+        """`reach` by the bounds for a need, if the piece has several."""
         return self.reach
 
     def without_expansion(self) -> str | None:

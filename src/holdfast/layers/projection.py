@@ -1,4 +1,4 @@
-"""Projections of every token into a ball: what stands in the place of LayerNorm."""
+"""Projections of every token into a ball: what takes the place of LayerNorm."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Curve:
         """The bound at the radius of each level; infinite at the grid's `beyond`."""
         new = set(level.flatten().tolist()) - self._known.keys() - {self._grid.beyond}
         for at in new:
-            # One level at a time: what is known of it must not depend on what else was asked for.
+            # One level at a time: what is known about it must not depend on what else was asked for.
             radius = self._grid.radius(level.new_tensor([[at]]).expand(level.shape[0], 1))
             self._known[at] = or_unbounded(self._evaluate(radius)).expand_as(radius)[:, 0]
         if new or self._table is None:

@@ -40,7 +40,7 @@ def estimate(
 
     Args:
         operator: the maps.
-        tolerance: relative accuracy asked for.
+        tolerance: relative accuracy.
         max_iterations: steps after which the value is returned as it stands, with its residual.
         seed: of the random start; one start serves every member of the batch.
     """
@@ -80,15 +80,18 @@ def estimate(
 
 
 def estimated_norm(operator: LinearOperator, tolerance: float) -> Tensor:
-    """(batch…) the largest singular values alone, from the map and its transpose in one where that is cheaper."""
-    squared = operator.squared()
-    if squared is None:
-        return estimate(operator, tolerance=tolerance).value
-    shape = torch.Size((*operator.batch, *operator.domain))
-    like = torch.empty((), dtype=operator.dtype, device=operator.device)
-    like = like.expand(operator.batch.numel(), operator.domain.numel())
-    value = top_eigenvalue(lambda v: squared(v.reshape(shape)).reshape(v.shape), like, tolerance)
+    """(batch…) the largest singular values alone, by Lanczos on the map and its transpose: with one basis, not two."""
+    wide = operator.domain.numel() > operator.codomain.numel()
+    side = operator.codomain if wide else operator.domain
+    apply = _in_turn(operator.rmv, operator.mv) if wide else operator.squared() or _in_turn(operator.mv, operator.rmv)
+    shape = torch.Size((*operator.batch, *side))
+    like = torch.empty((), dtype=operator.dtype, device=operator.device).expand(operator.batch.numel(), side.numel())
+    value = top_eigenvalue(lambda v: apply(v.reshape(shape)).reshape(v.shape), like, tolerance)
     return value.clamp(min=0).sqrt().reshape(operator.batch)
+
+
+def _in_turn(first: Callable[[Tensor], Tensor], then: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda v: then(first(v))
 
 
 def top_eigenvalue(product: Callable[[Tensor], Tensor], like: Tensor, tolerance: float, max_steps: int = 400) -> Tensor:
@@ -100,7 +103,7 @@ def top_eigenvalue(product: Callable[[Tensor], Tensor], like: Tensor, tolerance:
     Args:
         product: the maps, from (b, m, 1) to (b, m, 1).
         like: any tensor (b, m, …) of the dtype and on the device of the vectors.
-        tolerance: relative accuracy asked for.
+        tolerance: relative accuracy.
         max_steps: after which the value is returned as it stands.
     """
     members, size = like.shape[:2]

@@ -1,7 +1,7 @@
 """Linear maps that are applied, not stored.
 
 An operator stands for a batch of maps from tensors of shape `domain` to tensors of shape `codomain`. Vectors have the
-shape (directions…, batch…, domain…): any number of directions in front, at no cost in concepts.
+shape (directions…, batch…, domain…), with any number of directions in front.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LinearOperator(ABC):
         """The transposed map: (…, *batch, *codomain) to (…, *batch, *domain)."""
 
     def squared(self) -> Callable[[Tensor], Tensor] | None:
-        """The map and then its transpose, (*batch, *domain) to the same, where there is a cheaper way than both."""
+        """The map and then its transpose, (*batch, *domain) to the same, if that is cheaper than applying both."""
         return None
 
     @final

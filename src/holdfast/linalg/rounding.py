@@ -119,7 +119,7 @@ def _exact(x: Tensor | Scalar) -> Tensor | float:
     # The model allows that a subnormal result is flushed to zero, but not that a subnormal operand is.
     if FLOOR * 0.5 == 0.0:
         raise HoldfastError(
-            "this thread takes subnormal numbers for zero, and nothing can be proved so; call "
+            "this thread takes subnormal numbers for zero, so nothing can be proved; call "
             "torch.set_flush_denormal(False) after the imports (a library built with -ffast-math may have set it)"
         )
     return x.detach().to(torch.float64) if isinstance(x, Tensor) else float(x)

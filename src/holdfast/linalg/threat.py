@@ -1,4 +1,4 @@
-"""What may become of an input: everything within a distance, and within the ends that inputs have."""
+"""What may become of an input: everything within a distance, and within the range of inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Threat:
 
     Args:
         norm: "l2" over the whole input, or "linf", where every number moves by itself.
-        clip: the least and the largest number that an input may hold; for "linf" alone. None for no ends.
+        clip: the smallest and the largest number that an input may hold; only for "linf". None for no limits.
     """
 
     norm: Norm = "l2"

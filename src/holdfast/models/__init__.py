@@ -1,4 +1,4 @@
-"""Small trained models that come with the package, and transformers that are built from a config to be certified."""
+"""Small trained models that come with the package, and certifiable transformers built from a config."""
 
 from holdfast.data.digits import Digits, demo_digits
 from holdfast.models.config import ModelConfig, config, named_configs, read_config

@@ -1,4 +1,4 @@
-"""Model cards: what a trained model is, how it was made, what is proved of it and what that means, as Markdown."""
+"""Model cards: what a trained model is, how it was made, what is proved about it and what that means, as Markdown."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def card(model: Shelved, source: str | None = None) -> str:
     """The card of a model; every number in it comes from the model's own file.
 
     Args:
-        model: what its file says of it.
-        source: by which it is loaded: the path of its file, or, by default, its name on the shelf.
+        model: what its file says about it.
+        source: what it is loaded by: the path of its file, or, by default, its name on the shelf.
     """
     parts = [
         _front_matter(model),
@@ -60,14 +60,14 @@ def _use(model: Shelved, source: str) -> str:
 
 def _proved(model: Shelved) -> str:
     if not model.certified:
-        return "Nothing was certified of these weights."
+        return "Nothing was certified for these weights."
     tables = [_run(run) for run in model.certified]
     moved = "the pixels" if model.config.input == "image" else "the embeddings of all words"
     meaning = (
         f"*Certified at a radius* is the share of inputs with the right answer for which no change of {moved} whose l2 "
         "length is at most the radius changes the answer. It holds for the exact function of these weights, over all "
-        "such changes and not only those that an attack tries. It says nothing of other inputs, of larger changes, of "
-        "other kinds of change, or of how often the answer is right elsewhere."
+        "such changes and not only those that an attack tries. It says nothing about other inputs, larger changes, "
+        "other kinds of change, or how often the answer is right elsewhere."
     )
     if any(run.guarantee != "proved" for run in model.certified):
         meaning += " Where the guarantee is numerical the number is an estimate and no proof."

@@ -60,12 +60,12 @@ class ModelConfig:
         expansion: hidden width of the feed-forward part, in widths.
         activation: its activation; half- acts on half of the channels.
         activation_sharpness: s of softplus and smooth-abs.
-        centring: whether maps before an activation take the mean over the batch off, and later a running mean.
+        centring: whether maps before an activation subtract the mean over the batch, and later a running mean.
         pool: the mean of the tokens, or all of them flattened.
         pool_merge: side of the squares of tokens that become one of the same width before that.
         neck: width of a map before the head; 0 for none.
         neck_layers: feed-forward parts between neck and head, where one token is left: many parameters for little time.
-        dense_layers: square maps, each behind an activation, between these and the head; they start as identities.
+        dense_layers: square maps, each after an activation, between these and the head; they start as identities.
         head: unit rows, or a map of limited norm.
     """
 

@@ -26,7 +26,7 @@ class DigitsViT(OnHub):
         depth: number of blocks.
         width: dimension d of a token.
         heads: attention heads per block; must divide `width`.
-        mlp: hidden units of every MLP; four times the width unless told.
+        mlp: hidden units of every MLP; by default four times the width.
     """
 
     def __init__(self, depth: int = 2, width: int = 32, heads: int = 4, mlp: int | None = None) -> None:

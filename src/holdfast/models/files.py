@@ -41,7 +41,7 @@ def load(path: Pathlike) -> Transformer:
 
 
 def halve(path: Pathlike, target: Pathlike, *, shard_size: int | None = None) -> None:
-    """Writes a model again with its weights rounded to float16: half the size, and another model, to certify anew.
+    """Writes a model with its weights rounded to float16: half the size, and a different model, to be certified again.
 
     Args:
         path: of the model.

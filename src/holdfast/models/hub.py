@@ -28,8 +28,8 @@ from holdfast.models import CLASS
 model = CLASS.from_pretrained("this folder, or the name of this repository")
 ```
 
-This page does not say what is proved of these weights. `holdfast certify model.safetensors --data NAME` proves it, and
-`holdfast models card` writes a card with all that is known of a trained model.
+This page does not say what is proved about these weights. `holdfast certify model.safetensors --data NAME` proves it,
+and `holdfast models card` writes a card with all that is known about a trained model.
 """
 
 

@@ -1,6 +1,6 @@
 """Models and inputs for the command line: from a folder, a file, the Hugging Face cache, timm or a model package.
 
-Nothing is fetched unless it is asked for, no code is run but that of a Python file that is named, and weights are
+Nothing is downloaded unless requested, no code is run except that of a named Python file, and weights are
 safetensors, GGUF or ONNX.
 """
 
@@ -53,10 +53,10 @@ class LoadedModel:
         name: as the user gave it.
         model: frozen, on the CPU, float32.
         inputs: keyword arguments, or one tensor; what `trace` takes.
-        tokens: what each token of every text stands for, so that they join to the text, special tokens by name; without
+        tokens: the text of each token, so that joined they give the text, special tokens by name; without
             padding, which comes after them. None for an image.
         picture: the image as the model saw it, or None for text.
-        note: what a reader must know of the weights, such as that they are random.
+        note: what a reader must know about the weights, such as that they are random.
     """
 
     name: str
@@ -82,9 +82,9 @@ def load(
             `smollm2`, where their packages are installed; `timm:NAME`, `timm:NAME:FILE.safetensors` or
             `timm:NAME:random`.
         text: one or more texts, padded to one length.
-        image: a picture file, which is resized to what the model takes.
+        image: an image file, which is resized to what the model takes.
         max_tokens: longer texts are cut to this many tokens; without it, too long a text is an error.
-        download: whether files that are missing may be fetched.
+        download: whether missing files may be downloaded.
 
     Example:
         >>> loaded = load("minilm", text=["A cat sat on the mat."])
@@ -127,9 +127,9 @@ def load_classifier(
         model: what `load` takes for a model with a classification head; a file that `holdfast.models.save` wrote; a
             name on the shelf (`holdfast models`); an ONNX file; FILE.py:FUNCTION, which returns the model; or `digits`,
             the bundled ViT.
-        download: whether files that are missing may be fetched.
+        download: whether missing files may be downloaded.
         weights: a safetensors file for the model of a Python function.
-        arguments: of that function.
+        arguments: for that function.
     """
     if names_function(model):
         return load_python(model, weights=weights, arguments=arguments)

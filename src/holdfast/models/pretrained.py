@@ -44,7 +44,7 @@ class Pretrained:
 
 
 def find_pretrained(model: str) -> Pretrained:
-    """Where the model of this name is; one that is not on the disk may be in the cache."""
+    """Where the model of this name is; one that is not on disk may be in the cache."""
     package, path = _PACKAGES.get(model), Path(model)
     if package is not None and not path.exists():
         spec = find_spec(package.imported)
@@ -83,7 +83,7 @@ def quiet(transformers: Any) -> Iterator[None]:
 
 @contextmanager
 def one_line(model: str, download: bool) -> Iterator[None]:
-    """What the library complains of, in one line."""
+    """The library's complaint, in one line."""
     try:
         yield
     except HoldfastError:

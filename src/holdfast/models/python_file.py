@@ -82,7 +82,7 @@ def _module(path: Path) -> ModuleType:
     if known is not None and getattr(known, "__file__", None) == str(place):
         return known
     if known is not None or not name.isidentifier():
-        raise InputError(f"{str(path)!r} cannot be imported: the name {name!r} is taken or no name; rename the file")
+        raise InputError(f"{str(path)!r} cannot be imported: the name {name!r} is taken or invalid; rename the file")
     spec = importlib.util.spec_from_file_location(name, place)
     assert spec is not None
     assert spec.loader is not None

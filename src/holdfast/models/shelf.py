@@ -1,4 +1,4 @@
-"""The shelf: trained models that come with the package, each a file that says what is known of it."""
+"""The shelf: trained models that come with the package, each a file that says what is known about it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KEY = "holdfast_shelf"
 @final
 @dataclass(frozen=True)
 class ShelvedRun:
-    """What a run of `holdfast certify` showed of a model.
+    """What a run of `holdfast certify` showed about a model.
 
     Attributes:
         data: the data set and its split's checksum stand in the run; this is its name.
@@ -32,7 +32,7 @@ class ShelvedRun:
         guarantee: "proved", or "numerical": then `accuracy` is an estimate.
         clean: share of right answers.
         accuracy: certified, by radius.
-        attacked: what an attack leaves, by radius; empty where there was none.
+        attacked: what survives an attack, by radius; empty if there was none.
         command: that made the run.
     """
 
@@ -49,7 +49,7 @@ class ShelvedRun:
     def of(cls, run: CertificationRun) -> ShelvedRun:
         """The numbers of a run that is complete."""
         if run.missing:
-            raise InputError(f"the run lacks {len(run.missing)} inputs; certify them first: the same command goes on")
+            raise InputError(f"the run lacks {len(run.missing)} inputs; certify them first: the same command resumes")
         radii = {f"{radius:.6g}": radius for radius in run.radii}
         return cls(
             run.data,
@@ -69,7 +69,7 @@ class Shelved:
     """A model on the shelf.
 
     Attributes:
-        name: by which `holdfast.models.load` and `holdfast certify` know it; of a file elsewhere, that of its config.
+        name: by which `holdfast.models.load` and `holdfast certify` know it; for a file elsewhere, that of its config.
         config: of the model.
         seed: of its training.
         command: that trained it.
@@ -95,7 +95,7 @@ def shelved() -> tuple[Shelved, ...]:
 
 
 def put_on_shelf(name: str, path: Pathlike, *runs: CertificationRun) -> Shelved:
-    """Copies a trained model onto the shelf, with what was certified of it.
+    """Copies a trained model onto the shelf, with its certified results.
 
     Args:
         name: on the shelf.
@@ -119,7 +119,7 @@ def put_on_shelf(name: str, path: Pathlike, *runs: CertificationRun) -> Shelved:
 
 
 def read_shelved(name: Pathlike) -> Shelved:
-    """What is known of a model on the shelf, or in a file that `holdfast train` wrote."""
+    """What is known about a model on the shelf, or in a file that `holdfast train` wrote."""
     path = files.shelf_file(name) or Path(name)
     if not path.exists():
         names = ", ".join(sorted(file.stem for file in files.SHELF.glob("*.safetensors")))

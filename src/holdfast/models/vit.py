@@ -38,8 +38,8 @@ class Block(nn.Module):
 class VisionTransformer(OnHub):
     """A vision transformer for square images with pixels in [0, 1].
 
-    No layer is limited in any way. Weights begin as a normal of deviation 0.02 that is cut at two deviations, biases at
-    0, as is usual.
+    No layer is limited in any way. Weights are drawn from a normal distribution of deviation 0.02, truncated at two
+    deviations, and biases start at 0, as usual.
 
     Args:
         side: pixels along one side of an image.
@@ -48,7 +48,7 @@ class VisionTransformer(OnHub):
         depth: number of blocks.
         width: dimension d of a token.
         heads: attention heads per block; must divide `width`.
-        units: hidden units of every MLP; four times the width unless told.
+        units: hidden units of every MLP; by default four times the width.
         pool: what the head sees: the class token, or the mean of all tokens (there is then no class token).
         classes: number of answers.
 

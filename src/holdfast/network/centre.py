@@ -1,4 +1,4 @@
-"""A network at an input: where every piece stands, how far rounding may have led astray, and what is predicted.
+"""A network at an input: the input of every piece, how far rounding may have led astray, and the prediction.
 
 Evaluating a network in balls is sound and cheap, but blind: radii grow with |W|, not with ‖W‖. Where they would hide
 more than a trace of a margin, each piece is evaluated in balls at the float64 tensor ũ_k alone, which gives its local
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
@@ -117,14 +118,22 @@ class Stage:
 
 
 @final
+@dataclass
+class _Deadline:
+    """The `time.monotonic()` that all centres of one certificate look at."""
+
+    moment: float
+
+
+@final
 class _Clock:
     """Tells whether a deadline is over, once what is always done has been: until then it is not."""
 
-    def __init__(self, deadline: float) -> None:
+    def __init__(self, deadline: _Deadline) -> None:
         self.deadline, self.begun = deadline, False
 
     def overdue(self) -> bool:
-        return self.begun and time.monotonic() > self.deadline
+        return self.begun and time.monotonic() > self.deadline.moment
 
 
 @final
@@ -151,7 +160,7 @@ class _Slopes:
 
 @final
 class Centre:
-    """A network at a batch of inputs. None of its parts knows it, so that it is gone as soon as nobody asks.
+    """A network at a batch of inputs. None of its parts refers to it, so it is freed as soon as it is no longer used.
 
     Args:
         network: the classifier.
@@ -178,13 +187,14 @@ class Centre:
         guarantee: Guarantee = "proved",
         memory_limit: float = 4 * GIB,
         like: Centre | None = None,
-        deadline: float = math.inf,
+        deadline: float | _Deadline = math.inf,
     ) -> None:
         if x.ndim != 3 or not x.is_floating_point():
             raise InputError(f"inputs have shape {tuple(x.shape)} and dtype {x.dtype}; expected floats (b, n, d)")
         network.check_classes()
         self.network, self.x, self.guarantee, self._memory_limit = network, x.detach().double(), guarantee, memory_limit
-        self._clock, self._slopes = _Clock(deadline), _Slopes(network, self.x)
+        self._clock = _Clock(deadline if isinstance(deadline, _Deadline) else _Deadline(deadline))
+        self._slopes = _Slopes(network, self.x)
         self.a, self.like = self.arithmetic(), like
         with torch.no_grad():
             blind = not self.proved or self.x.shape[-2] * self.x.shape[-1] <= LARGE
@@ -218,7 +228,7 @@ class Centre:
         return self._again(x, self.guarantee)
 
     def _again(self, x: Tensor, guarantee: Guarantee) -> Centre:
-        limit, deadline = self._memory_limit, self.deadline
+        limit, deadline = self._memory_limit, self._clock.deadline
         return Centre(self.network, x, guarantee=guarantee, memory_limit=limit, deadline=deadline)
 
     @property
@@ -228,7 +238,17 @@ class Centre:
 
     @property
     def deadline(self) -> float:
-        return self._clock.deadline
+        return self._clock.deadline.moment
+
+    @contextmanager
+    def within(self, share: float) -> Iterator[None]:
+        """Inside, only this share of the time that is left may be used."""
+        whole, now = self.deadline, time.monotonic()
+        self._clock.deadline.moment = min(whole, now + share * (whole - now))
+        try:
+            yield
+        finally:
+            self._clock.deadline.moment = whole
 
     def arithmetic(self) -> Arithmetic[Any]:
         """A fresh arithmetic: it keeps what one piece has computed, so no two pieces share one."""

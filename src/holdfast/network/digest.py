@@ -16,8 +16,8 @@ from holdfast.network.network import Network
 def weights_digest(network: Network) -> str:
     """SHA-256 of what a network is made of: the kinds of its pieces, in order, with all their numbers.
 
-    A kind is the name of a class, wherever that stands. One that is renamed keeps the digests of stored runs by saying
-    what it was called: `kind = "Affine"` in its body.
+    A kind is the name of a class, wherever it is defined. A renamed class keeps the digests of stored runs by stating
+    its old name: `kind = "Affine"` in its body.
     """
     digest = hashlib.sha256()
     _feed(digest, network.stages)

@@ -1,4 +1,4 @@
-"""A classifier as a chain of pieces and residual branches, closed by a linear head."""
+"""A classifier as a chain of pieces and residual branches, ending in a linear head."""
 
 from __future__ import annotations
 

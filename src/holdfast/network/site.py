@@ -1,4 +1,4 @@
-"""A piece where it stands: its constants on balls around the exact input that it gets there."""
+"""A piece at its place in a network: its constants on balls around the exact input that it gets there."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ from rich.table import Table
 from holdfast.analysis.result import Analysis, Row, Rows
 from holdfast.report.numbers import down, nearest, up
 
-_NAME = 16  # characters of a layer's name that a line has room for; the rest is folded
+_NAME = 16  # characters of a layer's name that fit on a line; the rest is folded
 
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of the table; one with a rank goes when the table is too wide, the highest rank first."""
+    """A column of the table; if the table is too wide, columns with a rank are dropped, the highest rank first."""
 
     title: str
     cells: list[str]
@@ -34,11 +34,11 @@ class _Column:
 
 
 def analysis_table(analysis: Analysis, width: int | None = None) -> Table:
-    """One row for each layer: the largest value over the inputs, and over the heads where a number is a head's.
+    """One row per layer: the largest value over the inputs, and over the heads where a number belongs to a head.
 
     Args:
         analysis: what is shown.
-        width: characters that a line may have, by default the terminal's; columns that do not fit are left out.
+        width: characters per line, by default the terminal's; columns that do not fit are left out.
     """
     width = width or Console().width
     several = len(analysis.inputs) > 1
@@ -80,7 +80,7 @@ def analysis_table(analysis: Analysis, width: int | None = None) -> Table:
 
 
 def _columns(analysis: Analysis) -> list[_Column]:
-    """The numbers: first what goes first when there is little room, then what every eps allows and attains."""
+    """The numbers: first those that are dropped first for lack of room, then what every eps allows and attains."""
     layers = analysis.layers
     columns = [_Column("‖DF‖", [nearest(max(layer.slope)) for layer in layers])]
     if any(layer.slope_upper for layer in layers):
@@ -88,7 +88,7 @@ def _columns(analysis: Analysis) -> list[_Column]:
             _Column("proved", [up(max(layer.slope_upper)) if layer.slope_upper else "–" for layer in layers])
         )
     heads = {"head": "head_slope", "‖P‖": "attention_norm", "softmax": "softmax_norm", "entropy": "entropy"}
-    first = len(analysis.eps)  # an eps beyond the first goes after all of these, the largest eps first
+    first = len(analysis.eps)  # an eps beyond the first is dropped after all of these, the largest eps first
     for rank, (title, name) in enumerate(heads.items(), first):
         columns.append(_Column(title, [nearest(max(map(max, getattr(layer, name)))) for layer in layers], rank))
     for e, eps in enumerate(analysis.eps):
@@ -104,7 +104,7 @@ def _largest(values: Rows | None, e: int, rounded: Callable[[float], str]) -> st
 
 
 def _short_names(names: list[str]) -> tuple[str, list[str]]:
-    """What the names share, with … for the rest, and the rest; "" and the names where they share nothing.
+    """What the names share, with … for the rest, and the rest; "" and the names themselves if they share nothing.
 
     Example:
         >>> _short_names(["blocks.0.attention", "blocks.1.attention"])

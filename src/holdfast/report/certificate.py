@@ -23,7 +23,7 @@ _COLOURS = ("#0072b2", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9")
 
 
 def run_table(run: CertificationRun, *beside: CertificationRun) -> Table:
-    """One row for each radius; what is certified is rounded down, what the attack leaves is rounded up."""
+    """One row per radius; what is certified is rounded down, what the attack leaves is rounded up."""
     runs = (run, *beside)
     attacked = next((shown for shown in runs if shown.attacked_too), None)
     table = Table(
@@ -50,7 +50,7 @@ def _caption(runs: Sequence[CertificationRun]) -> str:
         nearest = "" if attacked is None else f", of the attack {up(_median(attacked, 'attack_radius'))}"
         words.append(f"Median certified radius {radii}{nearest}.")
         seconds = [_duration(statistics.fmean(record.seconds for record in run.records)) for run in runs]
-        words.append(f"{_listed(runs, seconds)} an input.")
+        words.append(f"{_listed(runs, seconds)} per input.")
     return " ".join(words)
 
 
@@ -59,14 +59,14 @@ def _duration(seconds: float) -> str:
 
 
 def _listed(runs: Sequence[CertificationRun], values: Sequence[str]) -> str:
-    """One value for each run, with its method where there are several."""
+    """One value per run, with its method if there are several."""
     if len(runs) == 1:
         return values[0]
     return ", ".join(f"{value} ({run.settings['method']})" for run, value in zip(runs, values, strict=True))
 
 
 def _median(run: CertificationRun, name: str) -> float:
-    """Over the inputs that are answered correctly."""
+    """Over the correctly classified inputs."""
     values: list[float] = [getattr(record, name) for record in run.records if record.correct]
     return statistics.median(values or [0.0])
 
@@ -76,7 +76,7 @@ def _percent(share: float, rounding: Any) -> str:
 
 
 def plot_runs(runs: Sequence[CertificationRun]) -> Figure:
-    """Certified accuracy over the radius, one line for each run, below the attack's."""
+    """Certified accuracy against the radius, one line per run, below the attack's."""
     _check(runs)
     figure = Figure(figsize=(6.4, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -115,7 +115,7 @@ def _cycled(count: int) -> list[str]:
 
 
 def render(runs: Sequence[CertificationRun], targets: Sequence[Target] = ()) -> str:
-    """The page as text; the first run is the one it tells about, the others stand beside it."""
+    """The page as text; it is about the first run, and the others are shown beside it."""
     _check(runs)
     data = script_data(_payload(runs))
     shown = next((run for run in runs if run.inputs and run.attacked_too), runs[0])
@@ -136,12 +136,12 @@ def _check(runs: Sequence[CertificationRun]) -> None:
 
 
 def _pictures(run: CertificationRun) -> bool:
-    """Whether the inputs are pictures whose numbers lie between 0 and 1."""
+    """Whether the inputs are images whose numbers lie between 0 and 1."""
     return run.data in _PICTURES or isinstance(next(iter(run.inputs.values()), None), Tensor)
 
 
 def _values(run: CertificationRun) -> int | None:
-    """How many numbers an input holds that moves as a whole, where an input or a perturbation tells."""
+    """How many numbers an input holds that moves as a whole, if an input or a perturbation shows it."""
     known = [*run.inputs.values(), *(record.perturbation for record in run.records)]
     return next((t.numel() for t in known if isinstance(t, Tensor)), None)
 

@@ -1,4 +1,4 @@
-"""Inputs as the page of a run shows them: pictures with the change that was found, sentences with what moves."""
+"""Inputs as the page of a run shows them: images with the change that was found, sentences with what moves."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from holdfast.report.numbers import down, nearest, up
 from holdfast.results import CertificationRun, RadiusRecord
 
 MOST = 12  # inputs on a page: three thumbnails each, or a sentence
-_WHOLE = ("input", "pixels", "embeddings")  # what moves, where a perturbation has the shape of the input
+_WHOLE = ("input", "pixels", "embeddings")  # what moves, if a perturbation has the shape of the input
 _GREY_LEVELS = 255
 
 
 @dataclass(frozen=True)
 class Thumbnail:
-    """A small picture in a page, with its title."""
+    """A small image on a page, with its title."""
 
     title: str
     source: str
@@ -37,7 +37,7 @@ class Word:
 
 @dataclass(frozen=True)
 class ShownInput:
-    """One input and, where an attack found one, the nearest change of its answer: pictures, or words."""
+    """One input and, if an attack found one, the nearest change of its answer: images, or words."""
 
     title: str
     caption: str
@@ -46,14 +46,14 @@ class ShownInput:
 
 
 def changes(run: CertificationRun) -> list[ShownInput]:
-    """Some inputs that are answered correctly, from the most easily changed to the one that resists longest."""
+    """Some correctly classified inputs, from the most easily changed to the one that resists longest."""
     known = [record for record in run.records if record.index in run.inputs and record.correct]
     ranked = sorted(known, key=lambda record: record.radius if record.attack_radius is None else record.attack_radius)
     return [_change(run, record) for record in _spread(ranked)]
 
 
 def _spread(ranked: Sequence[RadiusRecord]) -> list[RadiusRecord]:
-    """At most so many as a page takes, evenly over the ranks, with the first and the last."""
+    """At most as many as fit on a page, evenly over the ranks, with the first and the last."""
     if len(ranked) <= MOST:
         return list(ranked)
     return [ranked[round(i * (len(ranked) - 1) / (MOST - 1))] for i in range(MOST)]
@@ -81,7 +81,7 @@ def _proved(record: RadiusRecord) -> str:
 
 
 def _pictures(image: Tensor, moved: Tensor) -> tuple[Thumbnail, ...]:
-    """The input, what it becomes, and the difference, in which grey is no change."""
+    """The input, what it becomes, and the difference, in which grey means no change."""
     times = 0.5 / max(float(moved.abs().max()), 1e-12)
     return (
         Thumbnail("input", _uri(image)),
@@ -97,7 +97,7 @@ def _uri(image: Tensor) -> str:
 
 
 def _words(words: Sequence[str], delta: Tensor | None, perturb: str) -> tuple[Word, ...]:
-    """The words with their shares; all that stands behind the last of them is padding, and counts as one word."""
+    """The words with their shares; all that follows the last of them is padding, and counts as one word."""
     rows = [] if delta is None else delta.double().square().sum(-1).flatten().tolist()
     named = perturb.partition(":")[2].split(",") if perturb.startswith("word") else range(len(rows))
     energy = [0.0] * (len(words) + 1)

@@ -1,4 +1,4 @@
-"""What the pages share: one HTML file with its style and script in it, which asks the network for nothing."""
+"""What the pages share: one HTML file with its style and script inside, which loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def template(name: str) -> Template:
 
 
 def script_data(payload: Mapping[str, object]) -> Markup:
-    """JSON that may stand in a script element: no text in it can end it, whatever it says."""
+    """JSON that is safe inside a script element: no text in it can end the element."""
     text = json.dumps(payload, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")

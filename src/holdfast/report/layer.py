@@ -17,7 +17,7 @@ from holdfast.analysis.layer import LayerReport
 from holdfast.report.numbers import down, up
 from holdfast.report.style import PALETTE, new_figure, save_figure
 
-_STYLES = tuple(itertools.product(("-", "-.", ":"), PALETTE))  # a look of its own for every line
+_STYLES = tuple(itertools.product(("-", "-.", ":"), PALETTE))  # a style of its own for every line
 _FIRST_ORDER = "‖DF(x)‖ eps"
 _LOFAST = "Havens et al. (2024), Fine-grained Local Sensitivity Analysis of Standard Dot-Product Self-Attention"
 
@@ -47,7 +47,7 @@ def sensitivity_table(report: LayerReport, radii: Sequence[float]) -> Table:
 
 
 def head_table(report: LayerReport) -> Table:
-    """The terms of the LoFAST bounds, head by head; terms of the whole layer stand in the caption."""
+    """The terms of the LoFAST bounds, head by head; terms of the whole layer are in the caption."""
     naive, xi, lofast = (report.lofast[name].terms for name in ("naive", "lofast-xi", "lofast"))
     heads = {
         "‖P‖": naive["norm_P"],
@@ -67,7 +67,7 @@ def head_table(report: LayerReport) -> Table:
 
 
 def plot_layers(reports: Sequence[LayerReport], stem: Path) -> list[Path]:
-    """Bounds and attack over eps, one panel for each layer, as PNG and SVG."""
+    """Bounds and attack against eps, one panel per layer, as PNG and SVG."""
     panels = []
     for report in reports:
         curves = dict(report.best.terms)

@@ -1,4 +1,4 @@
-"""Numbers as they are printed: what bounds from above is rounded up, what is attained down, an estimate to nearest."""
+"""Numbers as printed: upper bounds are rounded up, attained values down, estimates to nearest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fractions import Fraction
 
 
 def up(value: float | Fraction, digits: int = 3) -> str:
-    """A bound from above: what is printed is no smaller.
+    """An upper bound: the printed number is no smaller.
 
     Example:
         >>> up(1.6993136, 6)
@@ -18,7 +18,7 @@ def up(value: float | Fraction, digits: int = 3) -> str:
 
 
 def down(value: float | Fraction, digits: int = 3) -> str:
-    """An attained value, or another bound from below: what is printed is no larger."""
+    """An attained value, or another lower bound: the printed number is no larger."""
     return _shown(value, digits, ROUND_FLOOR)
 
 

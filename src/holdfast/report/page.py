@@ -1,4 +1,4 @@
-"""The page of an analysis: one HTML file with everything in it, which asks the network for nothing."""
+"""The page of an analysis: one HTML file with everything inside, which loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SPECIAL = re.compile(r"\[.*\]|<.*>")
 _QUANTITIES = (
     ("head_slope", "Local constant", "how fast this head's own output moves with the input, to first order"),
     ("softmax_norm", "Softmax norm", "largest ‖diag(p) − ppᵀ‖ over the rows; 0 is saturated, ½ the most sensitive"),
-    ("attention_norm", "‖P‖", "norm of the attention matrix, from 1 up to √n where all tokens look at one"),
-    ("entropy", "Entropy", "mean entropy of a row in nats; 0 means that a query looks at one key"),
+    ("attention_norm", "‖P‖", "norm of the attention matrix, from 1 up to √n where all tokens attend to one"),
+    ("entropy", "Entropy", "mean entropy of a row in nats; 0 means that a query attends to one key"),
 )
 
 
@@ -50,7 +50,7 @@ def _input(view: AnalyzedInput) -> dict[str, Any]:
     marked = any(token.startswith(_SPACE) for token in view.tokens[1:])
     glued = [not t.startswith(_SPACE) if marked else t.startswith(_CONTINUES) for t in view.tokens]
     for i, token in enumerate(view.tokens):
-        if _SPECIAL.fullmatch(token):  # stands apart from its neighbours
+        if _SPECIAL.fullmatch(token):  # set apart from its neighbours
             glued[i : i + 2] = [False] * len(glued[i : i + 2])
     tokens = [t.removeprefix(_CONTINUES).lstrip("".join(_SPACE)) or "␣" for t in view.tokens]
     return {"tokens": tokens, "glued": glued, "padding": view.padding, "image": view.image, "grid": view.grid}

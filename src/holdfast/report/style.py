@@ -1,4 +1,4 @@
-"""How figures look: sizes and fonts fit for a page of a paper, and colours that everyone can tell apart."""
+"""How figures look: sizes and fonts suited to the page of a paper, and colours that everyone can tell apart."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _STYLE: dict[Any, Any] = {
     "axes.titlesize": 9,
     "legend.fontsize": 8,
     "figure.titlesize": 10,
-    "axes.prop_cycle": cycler(linestyle=("-", "--")) * cycler(color=PALETTE),  # of lines without a colour of their own
+    "axes.prop_cycle": cycler(linestyle=("-", "--")) * cycler(color=PALETTE),  # for lines without a colour of their own
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "holdfast",  # the same numbers give the same file
 }
 
 
 def paper_style() -> AbstractContextManager[None]:
-    """What is drawn and saved inside has the fonts of a paper."""
+    """Figures drawn and saved inside have the fonts of a paper."""
     return rc_context(_STYLE)
 
 

@@ -1,4 +1,4 @@
-"""What the library returns: frozen objects that say how far they may be believed.
+"""What the library returns: frozen objects that say how far they can be trusted.
 
 `side` is "upper" (a bound), "lower" (attained by a witness) or "estimate" (neither). `guarantee` is "proved" (float64,
 rounded outward) or "numerical" (the formula is a theorem, but a number in it came from an iteration or plain rounding).

@@ -1,4 +1,4 @@
-"""How far a number may be believed, in words, and numbers as a prompt and JSON show them."""
+"""How far a number can be trusted, in words, and numbers as a prompt and JSON show them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Norm = Literal["l2", "linf"]
 
 
 def brief(t: Tensor | float | Sequence[float] | None) -> str:
-    """Numbers in few words and digits: all of them where they are few."""
+    """Numbers in few words and digits: all of them if they are few."""
     if t is None:
         return "none"
     if not isinstance(t, Tensor):

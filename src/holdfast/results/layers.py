@@ -1,4 +1,4 @@
-"""What is known of one layer: norms, bounds, slopes, attacks."""
+"""What is known about one layer: norms, bounds, slopes, attacks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class BoundResult(Shown):
         eps: the radius, or the radii, as given.
         terms: the named quantities of the formula; shapes begin with (b…) unless it is a quantity of the weights
             alone, then (h) where it is a head's, then (e) where it depends on eps.
-        notes: what the method has to say: which one won, what did not apply.
+        notes: remarks of the method: which one won, what did not apply.
     """
 
     value: Tensor
@@ -81,7 +81,7 @@ class BoundResult(Shown):
 
 @dataclass(frozen=True, repr=False)
 class LipschitzResult(Shown):
-    """How steep a layer can be. It says nothing of how far the output moves in a ball around a point.
+    """How steep a layer can be. It says nothing about how far the output moves in a ball around a point.
 
     Attributes:
         value: (b…) at points; () or (r) on balls around 0.
@@ -90,7 +90,7 @@ class LipschitzResult(Shown):
             (Σ_i |x_i - y_i|^p)^{1/p}, otherwise.
         radius: the radius, or the radii, as given; None at points, like `tokens` and `p`.
         terms: the named quantities of the formula.
-        notes: what the method has to say: which one won, what did not apply.
+        notes: remarks of the method: which one won, what did not apply.
     """
 
     value: Tensor
@@ -122,7 +122,7 @@ class AttackResult(Shown):
     """A perturbation that was found, and what it does.
 
     Attributes:
-        lower: (b…), or (b…, h) where heads are attacked apart, then (e) for e radii: the value at the witness,
+        lower: (b…), or (b…, h) where heads are attacked separately, then (e) for e radii: the value at the witness,
             rounded down.
         witness: (b…, n, d) the perturbed input X', with heads and radii before n as in `lower`; its distance from X
             is at most eps.
@@ -154,8 +154,8 @@ class LipschitzWitness(Shown):
         lower: () ‖DF(X)G‖ / ‖G‖ at the witness X in the direction G, rounded down where the guarantee is "proved".
         witness: (n, d) the tokens X, none longer than `radius`.
         direction: (n, d) the direction G.
-        guaranteed: what the construction promises by a closed formula; None for a point that was searched.
-        weights: (n) weights μ of the tokens, whose metric is Σ_i μ_i |·|²; None where all count alike.
+        guaranteed: what the construction promises by a closed formula; None for a point found by search.
+        weights: (n) weights μ of the tokens, whose metric is Σ_i μ_i |·|²; None where all count equally.
         origin: where the witness comes from.
     """
 

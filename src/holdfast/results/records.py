@@ -1,4 +1,4 @@
-"""What is known of one input of a classifier: how far it can move before the answer changes."""
+"""What is known about one input of a classifier: how far it can move before the answer changes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class RadiusRecord(Shown):
         label: its true class.
         prediction: the class that the model answers in exact arithmetic, or UNDECIDED.
         margin: a lower bound of the smallest difference between the logit of the prediction and another one.
-        radius: no perturbation up to it, in the record's norm, changes the prediction; 0 where nothing could be shown.
+        radius: no perturbation up to this size, in the record's norm, changes the prediction; 0 where nothing is shown.
         method: which composition gave the radius.
         attack_radius: the norm, rounded up, of a perturbation that changes it, checked in balls or, for deep networks,
             in float64; infinite where a search found none, None where there was no search.
         seconds: wall time.
         perturbation: (n, d) float32: that perturbation.
         norm: of perturbations: "l2", or "linf" in the units of the input.
-        through: "ball" where l-infinity boxes were asked for and the radius was shown over the balls around them.
+        through: "ball" where l-infinity boxes were requested and the radius was shown over the balls around them.
         losses: what was taken off the margin at the radius, by name; empty where the composition cannot tell.
         unfinished: what was left out for lack of time, in words.
         side: of the radius: a proved one is a lower bound of the true one.
@@ -67,7 +67,7 @@ class RadiusRecord(Shown):
             )
         if self.attack_radius is not None and not self.attack_radius >= 0:
             raise InputError(f"{where}: the attack radius is {self.attack_radius!r}; expected a number from 0 on")
-        # The ball is closed and the witness lies outside of it, so equality contradicts as well.
+        # The ball is closed and the witness lies outside it, so equality is a contradiction as well.
         nearest = math.inf if self.attack_radius is None else self.attack_radius
         if self.radius > nearest or (self.radius == nearest and self.prediction != UNDECIDED):
             raise SoundnessError(

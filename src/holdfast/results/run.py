@@ -1,4 +1,4 @@
-"""What is known of a classifier on a whole data set, and what it was asked to show."""
+"""What is known about a classifier on a whole data set, and what it was required to show."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Target:
 @final
 @dataclass(frozen=True, repr=False)
 class CertificationRun(Shown):
-    """A classifier on a data set: what was proved of every input, and what an attack found.
+    """A classifier on a data set: what was proved for every input, and what an attack found.
 
     Attributes:
         model: what to call the model.
@@ -55,7 +55,7 @@ class CertificationRun(Shown):
         fingerprint: the same for runs whose records may stand in one file.
         command: the command line that made it, where there was one.
         failures: why an input that is missing could not be done, by index.
-        inputs: what can be shown of them, by index: a picture (c, h, w) or (h, w) with numbers from 0 to 1, or the
+        inputs: how they can be shown, by index: an image (c, h, w) or (h, w) with numbers from 0 to 1, or the
             words of a sentence; empty where they are neither, and where a run was read from its file alone.
     """
 
@@ -91,7 +91,7 @@ class CertificationRun(Shown):
         return bool(self.records) and all(record.attack_radius is not None for record in self.records)
 
     def clean(self) -> float:
-        """The share of the inputs that are done whose prediction is the label."""
+        """The share of finished inputs whose prediction is the label."""
         return self._share([record.correct for record in self.records])
 
     def accuracy(self, radius: float) -> float:
@@ -120,7 +120,7 @@ class CertificationRun(Shown):
         return self._share(unchanged)
 
     def losses(self) -> dict[str, float]:
-        """Of what the margins of proved inputs were lost to at their radii: the mean share of each, by name."""
+        """What the margins of proved inputs were lost to at their radii: the mean share of each loss, by name."""
         known = [record for record in self.records if record.losses and record.radius > 0]
         names = dict.fromkeys(name for record in known for name in record.losses)
         return {name: sum(r.losses.get(name, 0.0) / r.margin for r in known) / len(known) for name in names}
@@ -131,19 +131,19 @@ class CertificationRun(Shown):
 
     @property
     def norm(self) -> Norm:
-        """Of perturbations."""
+        """The norm of the perturbations."""
         return "linf" if self.settings.get("norm") == "linf" else "l2"
 
     @property
     def perturbations(self) -> str:
-        """What the radii are of, in words."""
+        """What the radii measure, in words."""
         clip = self.settings.get("clip")
         within = "" if clip is None else f", clipped to {', '.join(f'{float(end):g}' for end in clip.split(','))}"
         return ("l-infinity" if self.norm == "linf" else "l2") + within
 
     def _share(self, hits: Sequence[bool]) -> float:
         if not hits:
-            raise InputError("no input is done; run certify again to go on")
+            raise InputError("no input is done; run certify again to resume")
         return sum(hits) / len(hits)
 
     def to_dict(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class CertificationRun(Shown):
         }
 
     def to_dataframe(self) -> DataFrame:
-        """The records as a table of pandas, one row for each input; it needs pandas."""
+        """The records as a pandas DataFrame, one row per input; it needs pandas."""
         rows = [record.to_dict() | {"attack_radius": record.attack_radius} for record in self.records]
         frame: DataFrame = require("pandas", "notebook").DataFrame(rows)
         return frame.set_index("index") if rows else frame
@@ -166,7 +166,7 @@ class CertificationRun(Shown):
         return table
 
     def plot(self, *beside: CertificationRun) -> Figure:
-        """Certified accuracy over the radius below the attack's, with other runs in the same figure."""
+        """Certified accuracy against the radius, below the attack's, with other runs in the same figure."""
         figure: Figure = writer("certificate").plot_runs([self, *beside])
         return figure
 
@@ -175,5 +175,5 @@ class CertificationRun(Shown):
         write_text(path, writer("certificate").render([self, *beside], targets))
 
     def to_junit(self, path: Pathlike, *targets: Target) -> None:
-        """Writes the targets as JUnit XML, which systems of continuous integration read."""
+        """Writes the targets as JUnit XML, which continuous integration systems read."""
         write_text(path, writer("junit").render(self, targets))

@@ -13,7 +13,7 @@ _MARKS = "os^vDP*X<"
 
 
 def draw_beside_attack(groups: Mapping[str, Iterable[tuple[float, float | None]]]) -> Figure:
-    """A point for each input that an attack has changed, a look for each group: on the diagonal nothing is left.
+    """A point for each input that an attack has changed, a style for each group: on the diagonal nothing is left.
 
     Args:
         groups: by name, the proved radius and that of the attack; without a point where one is 0 or missing.

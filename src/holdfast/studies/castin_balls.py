@@ -59,10 +59,10 @@ class BallParameters:
 
     tokens: tuple[int, ...] = option((2, 4, 8, 16, 32, 64, 128, 256, 512), "Numbers of tokens.")
     radii: tuple[float, ...] = option((1.0, 2.0, 3.0), "R, one for each panel.", grid=True)
-    seeds: int = option(3, "How many heads.", grid=True, least=1)
-    width: int = option(4, "Of a token.", least=1)
+    seeds: int = option(3, "Number of heads.", grid=True, least=1)
+    width: int = option(4, "Width of a token.", least=1)
     norm: float = option(0.5, "‖A‖.")
-    ascent: int = option(32, "Gradient ascent beside it up to so many tokens.")
+    ascent: int = option(32, "Gradient ascent as well, up to this many tokens.")
 
 
 @final
@@ -123,7 +123,7 @@ class CastinBallStudy(Study[BallParameters]):
 
 
 def ball_statements(heads: Sequence[BallGrowth]) -> list[Statement]:
-    """What the numbers say of the paper's bounds on balls."""
+    """What the numbers say about the paper's bounds on balls."""
     made = []
     for masked in (False, True):
         own = [head for head in heads if head.masked == masked]

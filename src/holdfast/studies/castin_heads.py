@@ -1,6 +1,7 @@
 """The heads on which the statements of Castin, Ablin and Peyré (2024) are measured.
 
-Single heads with C = W^V W^O = I and a Gaussian A of given norm, so that the paper's constants are met by the letter.
+Single heads with C = W^V W^O = I and a Gaussian A of given norm, so that the paper's constants
+apply as they stand.
 """
 
 from __future__ import annotations

@@ -65,10 +65,12 @@ class MeasureParameters:
     """What `repro castin-mean-field` takes."""
 
     radii: tuple[float, ...] = option((0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0), "R.")
-    seeds: int = option(4, "How many heads.", grid=True, least=1)
-    width: int = option(4, "Of a token.", least=1)
+    seeds: int = option(4, "Number of heads.", grid=True, least=1)
+    width: int = option(4, "Width of a token.", least=1)
     norm: float = option(0.5, "‖A‖.")
-    tokens: tuple[int, ...] = option((2, 10, 100, 1000), "For causal attention without scores.", grid=True)
+    tokens: tuple[int, ...] = option(
+        (2, 10, 100, 1000), "Numbers of tokens for causal attention without scores.", grid=True
+    )
 
 
 @final
@@ -136,7 +138,7 @@ def _flat() -> AttentionLayer:
 
 
 def measure_statements(heads: Sequence[MeasureGrowth], flat: Sequence[CesaroNorm]) -> list[Statement]:
-    """What the numbers say of the mean-field constants."""
+    """What the numbers say about the mean-field constants."""
     gaps = [b / a for head in heads for b, a in zip(head.published, head.attained, strict=True)]
     better = [b / ours for head in heads for b, ours in zip(head.published, head.bound, strict=True)]
     lower = [a / p for head in heads if head.gamma for a, p in zip(head.attained, head.promised, strict=True)]

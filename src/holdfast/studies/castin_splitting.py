@@ -52,7 +52,7 @@ class SplitParameters:
     """What `repro castin-splitting` takes."""
 
     draws: int = option(200, "Random heads and tokens for each scale.", least=1)
-    scales: tuple[float, ...] = option((1.0, 2.0, 4.0), "Of the tokens.", grid=True)
+    scales: tuple[float, ...] = option((1.0, 2.0, 4.0), "Scales of the tokens.", grid=True)
     reaches: tuple[float, ...] = option((2.0, 5.0, 10.0, 30.0, 100.0), "r of (1 - r⁻²)δ_0 + r⁻²δ_{-r}.", grid=True)
 
 
@@ -114,7 +114,7 @@ def _split_draws(scale: float, count: int) -> SplitDraws:
 
 
 def split_statements(draws: Sequence[SplitDraws], examples: Sequence[SplitExample]) -> list[Statement]:
-    """What the numbers say of mass splitting."""
+    """What the numbers say about mass splitting."""
     witnessed = [value for one in draws for value in one.witnessed]
     witnessed += [one.witnessed / one.after for one in examples]
     shares = [sum(gain > 1 + 1e-9 for gain in one.gains) / len(one.gains) for one in draws]

@@ -1,8 +1,8 @@
 """Standard vision transformers on CIFAR-10: plain, adversarial, and with penalties, a fixed number of steps each.
 
-The penalty of `lipschitz` is that of `holdfast.studies.vit_training` without the change of the gradient; δ is one
-ascent step of the penalty itself. `spectral` charges the squared norm of every matrix, by one power iteration a step,
-`jasmin` is `holdfast.JaSMin`. Nothing is chosen by test accuracy, and the last weights are kept.
+The penalty of `lipschitz` is that of `holdfast.studies.vit_training` without its gradient term; δ is one
+ascent step of the penalty itself. `spectral` penalises the squared norm of every matrix, by one power iteration per
+step, `jasmin` is `holdfast.JaSMin`. Nothing is chosen by test accuracy, and the last weights are kept.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def train_and_measure(
 
 
 def save_network(path: Path, model: VisionTransformer, known: CifarNetwork) -> None:
-    """Writes a network in float16, with all that is known of it."""
+    """Writes a network in float16, with all that is known about it."""
     halved = {name: t.detach().half().cpu().contiguous() for name, t in model.state_dict().items()}
     write_tensors(path, halved, {"cifar-vit": json.dumps(asdict(known))})
 
@@ -263,6 +263,6 @@ def _normal(x: Tensor, draws: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def _share(model: VisionTransformer, x: Tensor, y: Tensor) -> float:
-    """Of the images that get the right answer."""
+    """The share of the images that get the right answer."""
     parts = zip(torch.split(x, 1000), torch.split(y, 1000), strict=True)
     return sum(int((model(a).argmax(1) == b).sum()) for a, b in parts) / len(y)

@@ -1,4 +1,4 @@
-"""`repro cifar-vit`: what can be proved of standard vision transformers on CIFAR-10, beside an attack.
+"""`repro cifar-vit`: what can be proved about standard vision transformers on CIFAR-10, beside an attack.
 
 A folder holds the networks, each a file that says how it was trained (`holdfast.studies.cifar_training`; the script
 `examples/train_cifar_vits.py` makes more). Perturbations are l2 on pixels in [0, 1], all 3,072 of them.
@@ -53,9 +53,9 @@ class CifarImage:
         attack: length of the smallest perturbation found that changes the answer; None where there is none.
         losses: what was taken off the margin at the proved radius, by name.
         seconds: wall time of the proof.
-        processor_seconds: that it took of one core.
+        processor_seconds: processor time of the proof.
         unfinished: what was left out for lack of time.
-        decided: whether no radius but 36/255 was asked for.
+        decided: whether only 36/255 was tested.
         memory: MiB, the largest resident size of the process until then; 0 where it was not measured.
     """
 
@@ -82,11 +82,11 @@ class CifarImage:
 class CifarVitParameters:
     """What `repro cifar-vit` takes."""
 
-    networks: str = option("results/cifar-vits", "Folder of the networks, one of its files, or random.", grid=True)
-    images: int = option(3, "How many of the first test images.", grid=True, least=1)
-    decide: bool = option(False, "Decide at 36/255 alone, which takes less than to find the largest radius.", grid=True)
+    networks: str = option("results/cifar-vits", "Folder with the networks, one of its files, or random.", grid=True)
+    images: int = option(3, "Number of test images, the first ones.", grid=True, least=1)
+    decide: bool = option(False, "Decide only at 36/255, which is quicker than finding the largest radius.", grid=True)
     method: str = option("forms", "The composition.")
-    seconds: float = option(3600.0, "For the proof of an image, at most.", least=0.001)
+    seconds: float = option(3600.0, "Time limit for the proof of an image.", least=0.001)
 
 
 @lru_cache(maxsize=1)
@@ -190,7 +190,7 @@ class NetworkSummary:
     """All images of one network; medians are over those with the right answer.
 
     Attributes:
-        proved: the median of the proved radii, unless only 36/255 was asked for.
+        proved: the median of the proved radii, unless only 36/255 was tested.
         attack: the median of the attack's.
         ratio: of these medians.
         certified: the share of all images that are right with a proved radius of 36/255 or more.
@@ -290,7 +290,7 @@ _SHOWN = ("network", "clean %", "right", "proved", "attack", "ratio", "at 36/255
 
 
 def radius_table(rows: Sequence[NetworkSummary]) -> Table:
-    """One row for each network, with what fits a terminal."""
+    """One row per network, with what fits a terminal."""
     table = Table(title="ViTs on CIFAR-10: median proved and attacked l2 radii", title_justify="left")
     for column in _SHOWN:
         table.add_column(column, justify="left" if column == "network" else "right")

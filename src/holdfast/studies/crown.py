@@ -1,4 +1,4 @@
-"""CROWN of auto_LiRPA beside our own proofs; the user has installed it, and nothing here needs it."""
+"""CROWN of auto_LiRPA beside our own proofs, if the user has installed it; nothing here needs it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.extras import available
 
 
 def require_auto_lirpa(asked: bool) -> None:
-    """Refuses the option --auto-lirpa where the library is missing."""
+    """Refuses the option --auto-lirpa if the library is missing."""
     if asked and not available("auto_LiRPA"):
         raise HoldfastError("--auto-lirpa needs auto_LiRPA, which is not installed; install it, or leave it out")
 

@@ -40,7 +40,7 @@ _ATTACK = MinimalAttack(restarts=2, targets=3)
 
 
 class CentredTokens(nn.Module):
-    """DeepT's norm: the mean is taken off, and nothing is divided."""
+    """DeepT's norm: the mean is subtracted, and nothing is divided."""
 
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
         super().__init__()
@@ -174,10 +174,10 @@ class PublishedRadius:
 class DeeptParameters:
     """What `repro deept` takes."""
 
-    images: int = option(33, "How many of the published images.", grid=True, least=1)
+    images: int = option(33, "Number of published images.", grid=True, least=1)
     method: str = option("forms", "The composition.")
-    guarantee: Guarantee = option("proved", "Of the radii.")
-    auto_lirpa: bool = option(False, "Also run CROWN of auto_LiRPA, which you have installed.")
+    guarantee: Guarantee = option("proved", "Guarantee of the radii.")
+    auto_lirpa: bool = option(False, "Also run auto_LiRPA's CROWN, which must be installed.")
 
 
 @lru_cache(maxsize=1)
@@ -249,7 +249,7 @@ class DeeptStudy(Study[DeeptParameters]):
 
 
 def checked_attack(model: nn.Module, image: Tensor, answer: Tensor) -> float | None:
-    """The distance of the nearest point found with another answer, as the model itself says in float64."""
+    """The distance of the nearest point found with another answer, confirmed by the model itself in float64."""
     wide = model.double()
     try:
         radius = _ATTACK(lambda x: wide(x.reshape(-1, *image.shape[1:])), image.double(), answer).radius.item()
@@ -322,7 +322,7 @@ def draw_radii(rows: Sequence[PublishedRadius]) -> Figure:
     for colour, (label, seconds) in zip((BLUE, VERMILION), times.items(), strict=True):
         if seconds:
             right.step(sorted(seconds), range(1, len(seconds) + 1), where="post", color=colour, label=label)
-    right.set(xlabel="seconds an image", xlim=(0, None), ylabel="images proved at DeepT's radius")
+    right.set(xlabel="seconds per image", xlim=(0, None), ylabel="images proved at DeepT's radius")
     for panel in (left, right):
         panel.grid(alpha=0.25)
         panel.legend(frameon=False)

@@ -1,6 +1,6 @@
 """Trained image classifiers, one after the other: certified, by LoFAST's recursion for comparison, and attacked.
 
-What was certified is kept in the files of `holdfast certify`, so that a command that was interrupted goes on.
+What was certified is kept in the files of `holdfast certify`, so that an interrupted command resumes.
 """
 
 from __future__ import annotations
@@ -180,10 +180,10 @@ def _attack(model: Transformer, data: Dataset, device: str, tell: Tell) -> list[
 
 
 def markdown(results: Sequence[ImageModel]) -> str:
-    """One row for each model, as a table of a Markdown page, and a line on how they were made."""
+    """One row per model, as a table of a Markdown page, and a line on how they were made."""
     head = ["model", "seed", "parameters", "clean %", "content off %", "variation", "‖W_QK‖"]
     head += ["images", *(f"certified % at {255 * radius:.0f}/255" for radius in RADII)]
-    head += ["LoFAST % at 36/255", "attacked % at 36/255", "s an image"]
+    head += ["LoFAST % at 36/255", "attacked % at 36/255", "s per image"]
     lines = [head, ["---:"] * len(head)]
     for one in results:
         test = one.training["test"]
@@ -202,15 +202,15 @@ def markdown(results: Sequence[ImageModel]) -> str:
             ]
         )
     note = (
-        f"Certified by `{_OURS}`, proved: the first so many test images. LoFAST (its recursion with "
-        "iterated norms) and Auto-PGD: on the first so many of them. Clean and content off: the whole test split; "
+        f"Certified by `{_OURS}`, proved: the first test images, as many as stated. LoFAST (its recursion with "
+        "iterated norms) and Auto-PGD: the first of them, as stated. Clean and content off: the whole test split; "
         "variation and ‖W_QK‖: the largest over the layers."
     )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{note}\n"
 
 
 def draw_accuracies(results: Sequence[ImageModel]) -> Figure:
-    """Certified accuracy over the radius, mean and range over seeds, and accuracy under attack at the radii tried."""
+    """Certified accuracy against the radius, mean and range over seeds; accuracy under attack at the radii tried."""
     figure = new_figure(5.5, 3.4)
     panel = figure.subplots()
     radii = [0.005 * step for step in range(1, 101)]  # at 0 the wrong answers would count, too
@@ -243,9 +243,9 @@ class ImagesParameters:
     """What `repro images` takes."""
 
     models: tuple[str, ...] = option((), "Files of train, or names on the shelf.", grid=True, argument=True)
-    inputs: int = option(1000, "How many test images to certify.", grid=True, least=1)
-    lofast_inputs: int = option(20, "How many of them by LoFAST's recursion.", grid=True, least=1)
-    attack_inputs: int = option(200, "How many of them to attack.", grid=True, least=1)
+    inputs: int = option(1000, "Number of test images to certify.", grid=True, least=1)
+    lofast_inputs: int = option(20, "Number of them to certify by LoFAST's recursion.", grid=True, least=1)
+    attack_inputs: int = option(200, "Number of them to attack.", grid=True, least=1)
 
 
 @final

@@ -234,8 +234,8 @@ class JasminParameters:
 
     ks: tuple[int, ...] = option((0, 2, 10), "Values of k.", grid=True)
     weights: tuple[float, ...] = option((0.01, 0.1, 1.0), "Weights of the penalty.", grid=True)
-    seeds: int = option(3, "How many trainings for each.", grid=True, least=1)
-    epochs: int = option(60, "Of each training.", least=1)
+    seeds: int = option(3, "Number of trainings for each.", grid=True, least=1)
+    epochs: int = option(60, "Epochs of each training.", least=1)
 
 
 @final

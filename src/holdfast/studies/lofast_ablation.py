@@ -50,13 +50,13 @@ class AblationParameters:
     sizes: tuple[float, ...] = option(
         (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0), "Frobenius norms of the perturbations.", grid=True
     )
-    samples: int = option(10, "For each matrix and size.", least=1)
-    ours: int = option(2, "Of the samples, how many by our bound, too.", least=1)
+    samples: int = option(10, "Samples for each matrix and size.", least=1)
+    ours: int = option(2, "How many of the samples to bound by ours, too.", least=1)
     eps: float = option(0.1, "Radius of the bound.")
-    norm: float = option(4.0, "Of what enters the layer.")
-    guarantee: Guarantee = option("numerical", "Of the bounds.")
+    norm: float = option(4.0, "Frobenius norm of what enters the layer.")
+    guarantee: Guarantee = option("numerical", "Guarantee of the bounds.")
     config: str = option(CONFIG, "The network whose first attention is taken.")
-    epochs: int = option(3, "Of its training.", least=1)
+    epochs: int = option(3, "Seed of its training.", least=1)
 
 
 @final
@@ -133,7 +133,7 @@ def _growth(rows: Sequence[PerturbedBound], name: str, key: str) -> float:
 
 
 def ablation_statements(rows: Sequence[PerturbedBound]) -> list[Statement]:
-    """What the numbers say of appendix C.1: nothing is decided where samples overlap those of W^Q and W^K."""
+    """What the numbers say about appendix C.1: nothing is decided where samples overlap those of W^Q and W^K."""
     size = max(row.size for row in rows)
     samples = {row.place: row.theorem for row in rows if row.size == size}
     weak = max(max(samples[name]) for name in ("W^Q", "W^K") if name in samples)

@@ -53,7 +53,7 @@ class GridNetwork:
     Attributes:
         values: its place in the grid, such as {"depth": 3.0}.
         config: of its training, seed included.
-        inputs: how many are looked at.
+        inputs: how many are examined.
         methods: the compositions, and the guarantee of each.
         radii: at which it is attacked.
     """
@@ -83,7 +83,7 @@ class CertifiedNetwork:
         values: its place in the grid.
         seed: of the training.
         config: of the training.
-        inputs: how many were to be looked at; fewer are in `right` where the test split is smaller.
+        inputs: how many were to be examined; fewer are in `right` if the test split is smaller.
         methods: the compositions, and the guarantee of each.
         command: the command line.
         versions: of what computed it.

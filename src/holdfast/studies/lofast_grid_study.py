@@ -155,13 +155,13 @@ class GridParameters:
     """What `repro lofast-fig5` takes."""
 
     only: str = option("", "Part of the grid, such as depth=3,heads=4; keys may repeat.", grid=True)
-    inputs: int = option(200, "How many test inputs to certify.", least=1)
-    epochs: int | None = option(None, "Of each training, instead of those in the config.", grid=True, least=1)
-    seed: int = option(0, "Of the trainings.", grid=True, least=0)
+    inputs: int = option(200, "Number of test inputs to certify.", least=1)
+    epochs: int | None = option(None, "Epochs of each training, instead of those in the config.", grid=True, least=1)
+    seed: int = option(0, "Seed of the trainings.", grid=True, least=0)
     ours: str = option("gains", "The composition beside the paper's.")
-    ours_guarantee: Guarantee = option("proved", "Of that one.")
-    guarantee: Guarantee = option("numerical", "Of the paper's bound; iterated norms favour it.")
-    config: str = option("", "A TOML file with one network, in the place of the grid.", grid=True)
+    ours_guarantee: Guarantee = option("proved", "Guarantee of that one.")
+    guarantee: Guarantee = option("numerical", "Guarantee of the paper's bound; iterated norms favour it.")
+    config: str = option("", "A TOML file with one network, instead of the grid.", grid=True)
 
 
 @final
@@ -169,7 +169,7 @@ class GridParameters:
 class ImageGridParameters(GridParameters):
     """What `repro lofast-fig2` takes."""
 
-    inputs: int = option(1000, "How many test inputs to certify.", least=1)
+    inputs: int = option(1000, "Number of test inputs to certify.", least=1)
 
 
 class GridStudy(Study[GridParameters], ABC):

@@ -99,7 +99,7 @@ def _entering(model: Transformer, images: Tensor, norm: float) -> Tensor:
 
 
 def layer_training(config: str, epochs: int, place: Workplace, tell: Tell) -> LayerTraining:
-    """Trains the network, unless that is done already, and returns what is known of it."""
+    """Trains the network, unless that is done already, and returns what is known about it."""
     stored = training_record(trained_network(config, epochs, place, tell))
     return LayerTraining(stored["test"]["clean"], stored["test"]["content_off"], stored["seconds"])
 
@@ -187,12 +187,12 @@ def curves(
 class LayerParameters:
     """What `repro lofast-fig1` takes."""
 
-    images: int = option(3, "How many test images.", grid=True, least=1)
-    norms: tuple[float, ...] = option((4.0,), "Of what enters the layer.", grid=True)
+    images: int = option(3, "Number of test images.", grid=True, least=1)
+    norms: tuple[float, ...] = option((4.0,), "Frobenius norms of what enters the layer.", grid=True)
     eps: tuple[float, ...] = option(EPS, "Radii.")
-    guarantee: Guarantee = option("numerical", "Of the bounds; proved ones take minutes an image.")
+    guarantee: Guarantee = option("numerical", "Guarantee of the bounds; proved ones take minutes per image.")
     config: str = option(CONFIG, "The network whose first attention is taken.")
-    epochs: int = option(3, "Of its training.", least=1)
+    epochs: int = option(3, "Seed of its training.", least=1)
 
 
 @final
@@ -200,7 +200,9 @@ class LayerParameters:
 class NormParameters(LayerParameters):
     """What `repro lofast-fig4` takes."""
 
-    norms: tuple[float, ...] = option((1.0, 2.0, 4.0, 8.0, 16.0), "Of what enters the layer.", grid=True)
+    norms: tuple[float, ...] = option(
+        (1.0, 2.0, 4.0, 8.0, 16.0), "Frobenius norms of what enters the layer.", grid=True
+    )
 
 
 class LayerStudy(Study[LayerParameters]):
@@ -290,7 +292,7 @@ def _range(ratios: Tensor) -> str:
 
 
 def layer_statements(rows: Sequence[LayerCurves]) -> list[Statement]:
-    """What the numbers say of section 5.1."""
+    """What the numbers say about section 5.1."""
     sound = {
         "Δ₂,₁ ≤ ε(‖M(X)‖ + ε‖A‖), (19) and (20)": ("delta_21", "delta_21_attack"),
         "Δ₂,₂ ≤ ‖XW^VW^O‖ + ε‖W^VW^O‖, (22)": ("delta_22", "delta_22_attack"),
@@ -329,7 +331,7 @@ def layer_statements(rows: Sequence[LayerCurves]) -> list[Statement]:
 
 
 def norm_statements(rows: Sequence[LayerCurves]) -> list[Statement]:
-    """What the numbers say of appendix C.2."""
+    """What the numbers say about appendix C.2."""
     norms = sorted({row.norm for row in rows})
     by_norm = {norm: [row for row in rows if row.norm == norm] for norm in norms}
     theirs = [_ratios(own, "theorem", "attack").mean().item() for own in by_norm.values()]

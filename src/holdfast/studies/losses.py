@@ -1,4 +1,4 @@
-"""What limits a proof: what was taken off margins, by name, as shares."""
+"""What limits a proof: what reduced the margins, by name, as shares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def finite(losses: Mapping[str, float]) -> dict[str, float]:
 
 
 def mean_shares(all_losses: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Of several proofs: the mean share of each loss in all that a margin lost."""
+    """The mean share, over several proofs, of each loss in all that a margin lost."""
     totals = [(losses, sum(losses.values())) for losses in all_losses]
     shares = [{name: lost / total for name, lost in losses.items()} for losses, total in totals if total > 0]
     names = dict.fromkeys(name for one in shares for name in one)

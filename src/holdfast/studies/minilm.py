@@ -1,6 +1,6 @@
 """`repro minilm`: how far one word may move in a sentence classifier that was fine-tuned from all-MiniLM-L6-v2.
 
-Six layers of width 384 as BERT has them (GELU, LayerNorm behind every sum), fine-tuned on SST-2. The embedding of one
+Six layers of width 384 as in BERT (GELU, LayerNorm after every sum), fine-tuned on SST-2. The embedding of one
 word of a sentence moves, 384 numbers before positions are added and normalised; every composition that has a proof for
 the network is asked how far.
 """
@@ -124,19 +124,19 @@ class MinilmParameters:
     """What `repro minilm` takes."""
 
     source: str = option("minilm", f"What is fine-tuned: minilm, or {RANDOM} for a small BERT of random weights.")
-    layers: int = option(6, "Layers of it that are kept.", least=1)
-    steps: int = option(250, "Of the fine-tuning.", least=1)
-    batch: int = option(16, "Sentences in a step.", least=1)
+    layers: int = option(6, "Number of its layers that are kept.", least=1)
+    steps: int = option(250, "Steps of the fine-tuning.", least=1)
+    batch: int = option(16, "Sentences per step.", least=1)
     rate: float = option(1e-4, "The highest learning rate.")
-    seed: int = option(0, "Of the fine-tuning.", least=0)
-    sentences: int = option(3, "How many, the first short ones that are answered right.", grid=True, least=1)
-    longest: int = option(8, "Tokens of a sentence at most, special ones included.", least=4)
+    seed: int = option(0, "Seed of the fine-tuning.", least=0)
+    sentences: int = option(3, "Number of sentences, the first short ones that are answered right.", grid=True, least=1)
+    longest: int = option(8, "Most tokens of a sentence, special ones included.", least=4)
     methods: tuple[str, ...] = option(tuple(name for name in compositions if name != "best"), "Compositions.")
-    seconds: float = option(600.0, "Time limit for a composition: it begins nothing new after it.", least=0.001)
+    seconds: float = option(600.0, "Time limit for a composition, after which it begins nothing new.", least=0.001)
 
     @property
     def setting(self) -> FineTuning:
-        """Of the training."""
+        """The settings of the training."""
         return FineTuning(self.source, self.layers, self.steps, self.batch, self.rate, self.seed)
 
 
@@ -265,7 +265,7 @@ def _title(method: str, guarantee: Guarantee) -> str:
 
 
 def medians(words: Sequence[SentenceWord]) -> dict[str, dict[str, Any]]:
-    """Of every composition: the median radius over the words, its share of the attack's, seconds, and losses."""
+    """For every composition: the median radius over the words, its share of the attack's, seconds, and losses."""
     made: dict[str, dict[str, Any]] = {}
     for asked in dict.fromkeys((p.method, p.guarantee) for word in words for p in word.proofs):
         pairs = [(word, p) for word in words for p in word.proofs if (p.method, p.guarantee) == asked]

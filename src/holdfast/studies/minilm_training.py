@@ -59,7 +59,7 @@ class FineTuning:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """The name of its file."""
         training = f"steps{self.steps}-batch{self.batch}-rate{self.rate:g}-seed{self.seed}"
         training += "" if self.recipe == "plain" else f"-{self.recipe}-k{self.k}-weight{self.weight:g}"
         training += "" if self.longest == _LONGEST else f"-longest{self.longest}"
@@ -69,7 +69,7 @@ class FineTuning:
 @final
 @dataclass(frozen=True)
 class FineTuned:
-    """A classifier and what is known of it.
+    """A classifier and what is known about it.
 
     Attributes:
         setting: how it was made.

@@ -142,9 +142,9 @@ class NetworksParameters:
 
     layers: tuple[int, ...] = option((2, 4), "Depths.", grid=True)
     weights: tuple[float, ...] = option((0.5, 1.0, 1.5, 2.0), "Spectral norms of the weights.", grid=True)
-    seeds: int = option(3, "How many random networks for each.", grid=True, least=1)
-    inputs: int = option(4, "How many inputs for each network.", least=1)
-    guarantee: Guarantee = option("proved", "Of the radii.")
+    seeds: int = option(3, "Number of random networks for each.", grid=True, least=1)
+    inputs: int = option(4, "Number of inputs per network.", least=1)
+    guarantee: Guarantee = option("proved", "Guarantee of the radii.")
 
 
 @final

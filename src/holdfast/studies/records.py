@@ -65,7 +65,7 @@ class StudyRun:
         return self.stem.with_name(self.stem.name + ending)
 
     def plan(self) -> StudyPlan:
-        """What is asked for."""
+        """The parts to do."""
         plan = self.study.plan(self.parameters, self.place)
         keys = [part.key for part in plan.parts]
         if len(set(keys)) < len(keys):
@@ -73,7 +73,7 @@ class StudyRun:
         return plan
 
     def read(self) -> Records:
-        """What is finished; records of other settings are refused."""
+        """The finished records; those made with other settings are refused."""
         stored = self._stored()
         return Records({}) if stored is None else self._records(*stored)
 
@@ -90,7 +90,7 @@ class StudyRun:
     def begin(self) -> Records:
         """Opens the file of records, with what an earlier run has left; half a line at its end is cut off.
 
-        The folders of the numbers and of the trained models are made if they are missing.
+        The folders of the numbers and of the trained models are created if they are missing.
         """
         check_folder(self.out, self.journal.name, self.numbers.name)
         check_folder(self.place.runs)
@@ -106,7 +106,7 @@ class StudyRun:
         return finished
 
     def measure(self, part: StudyPart, tell: Tell) -> None:
-        """Does one part; its record is on the disk when this returns."""
+        """Does one part; its record is on disk when this returns."""
         record = self.study.measure(self.parameters, part, self.place, self.read(), tell)
         line = _entry(part.kind, part.key, record)
         with opened(self.journal, wait=True) as journal:

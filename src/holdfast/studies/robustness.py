@@ -58,7 +58,7 @@ def attention_norms(model: nn.Module, inputs: Iterable[Any]) -> AttentionNorms:
 
 
 def median_radius(found: Sequence[float], not_found: int) -> float:
-    """Of the smallest changes of an answer; infinite where none was found for half of the inputs."""
+    """The median of the smallest changes of an answer; infinite where none was found for half of the inputs."""
     return middle([*found, *[math.inf] * not_found])
 
 

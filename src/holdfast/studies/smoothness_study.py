@@ -168,8 +168,10 @@ class SmoothnessParameters:
 
     models: tuple[str, ...] = option(tuple(SOURCES), "Names of language models.", grid=True)
     lengths: tuple[int, ...] = option(LENGTHS, "Numbers of tokens.", grid=True)
-    sequences: int = option(10, "How many sequences of each length, at most.", grid=True, least=2)
-    tokens: int = option(1280, "Fewer (two at least) where they have more together.", grid=True, least=1)
+    sequences: int = option(10, "Most sequences of each length.", grid=True, least=2)
+    tokens: int = option(
+        1280, "Most tokens in them together; longer sequences are fewer, at least two.", grid=True, least=1
+    )
 
 
 @lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""What a paper states, what the numbers say of it, and the table of both."""
+"""What a paper states, what the numbers say about it, and the table of both."""
 
 from __future__ import annotations
 

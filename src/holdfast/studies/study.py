@@ -1,8 +1,8 @@
 """A study: parameters in, records through a resumable file, then tables and figures from one JSON file of numbers.
 
-A study says which parts of work its parameters ask for and measures one of them at a time. Everything else is here:
-what is finished is in a file of JSON lines and is not done again, a file of other settings is refused, and the numbers
-are written whole.
+A study says which parts of work its parameters call for and measures one of them at a time. Everything else is here:
+what is finished is in a file of JSON lines and is not done again, a file made with other settings is refused, and the
+numbers are written whole.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Workplace:
     """Where a study works; the numbers do not depend on it.
 
     Attributes:
-        runs: folder of trained models and of what else is kept between two commands.
-        data_dir: folder of the data; None for HOLDFAST_DATA.
+        runs: folder of trained models and whatever else is kept between commands.
+        data_dir: folder with the data; None for HOLDFAST_DATA.
         device: such as "cuda".
         command: the command line, where there is one.
     """
@@ -67,12 +67,12 @@ class Workplace:
 @final
 @dataclass(frozen=True)
 class StudyPart:
-    """One piece of work, small enough that losing it does not hurt.
+    """One unit of work, small enough that losing it does not hurt.
 
     Attributes:
         kind: of its record; one of the study's `kinds`.
         key: what it is called, on the terminal and in the file; no two parts of a study share it.
-        work: what `measure` needs to know of it.
+        work: what `measure` needs to know about it.
     """
 
     kind: str
@@ -83,11 +83,11 @@ class StudyPart:
 @final
 @dataclass(frozen=True)
 class StudyPlan:
-    """What the parameters ask for.
+    """What the parameters call for.
 
     Attributes:
         stages: parts that may be done side by side; a later stage sees the records of those before it.
-        left_out: what cannot be done here, each with its reason in one line.
+        left_out: what cannot be done here, with one line of reason each.
     """
 
     stages: Sequence[Sequence[StudyPart]]
@@ -126,7 +126,7 @@ class Records(Mapping[str, Any]):
 @final
 @dataclass(frozen=True)
 class StudyOutput:
-    """What is made of the records.
+    """What is made from the records.
 
     Attributes:
         summary: numbers that follow from them, ready for JSON.
@@ -142,7 +142,7 @@ class StudyOutput:
 
 
 class Study(ABC, Generic[P]):
-    """One figure or table, of a paper or our own.
+    """One figure or table, from a paper or our own.
 
     Attributes:
         name: of the command and of the files.
@@ -164,11 +164,11 @@ class Study(ABC, Generic[P]):
 
     @abstractmethod
     def quick(self) -> P:
-        """Parameters of a trial run that takes less than a minute."""
+        """Parameters of a quick run that takes less than a minute."""
 
     @abstractmethod
     def plan(self, parameters: P, place: Workplace) -> StudyPlan:
-        """The parts that are asked for; bad parameters are refused here, before any work."""
+        """The parts to do; bad parameters are refused here, before any work."""
 
     @abstractmethod
     def measure(self, parameters: P, part: StudyPart, place: Workplace, earlier: Records, tell: Tell) -> Any:

@@ -2,13 +2,14 @@
 
 Gaussian d x d matrices scaled to a spectral norm, rows of x scaled to a length, residual 1: near-uniform attention for
 unit rows and small weights, one-hot attention for rows of length √d and weights of norm 3; the same layers with rotary
-positions, whose frequencies fall from 1 to nearly 1/10,000, where these are asked for.
+positions, whose frequencies fall from 1 to nearly 1/10,000, where these are asked for; and layers as Qwen3 has: causal,
+heads twice as wide, two of them for each of keys and values, RMSNorm of queries and keys before positions turn them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -18,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from holdfast import api
-from holdfast.attention import AttentionLayer, Rotary
+from holdfast.attention import AttentionLayer, HeadNorm, Rotary
 from holdfast.bounds import bounds
 from holdfast.errors import InputError
 from holdfast.report.style import draw_range, new_figure
@@ -26,6 +27,7 @@ from holdfast.results import Guarantee
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 
+_HIGHEST = 1e5  # of a figure: what is above says nothing
 RADII = (0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -43,7 +45,7 @@ class Regime:
 
     @property
     def title(self) -> str:
-        turned = "" if self.positions == "none" else f", {self.positions} positions"
+        turned = {"none": "", "rotary": ", rotary positions", "qwen3": ", as in Qwen3"}[self.positions]
         return f"n={self.n} d={self.d} h={self.h}, |W|={self.weight:g}, rows of length {self.row:.3g}{turned}"
 
 
@@ -60,13 +62,33 @@ def draw(regime: Regime, seed: int) -> tuple[AttentionLayer, Tensor]:
     def gaussian(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    weights = [gaussian(d, d) for _ in range(4)]
-    w_q, w_k, w_v, w_o = (w * (regime.weight / torch.linalg.matrix_norm(w, 2)) for w in weights)
-    q, k, v = (w.reshape(d, h, d // h).movedim(1, 0) for w in (w_q, w_k, w_v))
+    if regime.positions == "qwen3":
+        layer = _as_qwen3(regime, gaussian)
+    else:
+        maps = [_scaled(gaussian(d, d), regime.weight) for _ in range(4)]
+        q, k, v = (w.reshape(d, h, d // h).movedim(1, 0) for w in maps[:3])
+        rotary = None if regime.positions == "none" else _turning(n, d // h)
+        layer = AttentionLayer(q, k, v, maps[3].reshape(h, d // h, d), residual=1.0, rotary=rotary)
     x = gaussian(n, d)
-    x = x * (regime.row / torch.linalg.vector_norm(x, dim=-1, keepdim=True))
-    rotary = None if regime.positions == "none" else _turning(n, d // h)
-    return AttentionLayer(q, k, v, w_o.reshape(h, d // h, d), residual=1.0, rotary=rotary), x
+    return layer, x * (regime.row / torch.linalg.vector_norm(x, dim=-1, keepdim=True))
+
+
+def _as_qwen3(regime: Regime, gaussian: Callable[..., Tensor]) -> AttentionLayer:
+    """Norms undo the size of queries and keys; their own weights are √|W|, so that scores grow with |W|."""
+    n, d, h = regime.n, regime.d, regime.h
+    g, k = h // 2, 2 * d // h
+    w_q, w_k, w_v = (
+        _scaled(gaussian(d, heads * k), regime.weight).reshape(d, heads, k).movedim(1, 0) for heads in (h, g, g)
+    )
+    w_o = _scaled(gaussian(h * k, d), regime.weight).reshape(h, k, d)
+    norm = HeadNorm(torch.full((k,), math.sqrt(regime.weight), dtype=torch.float64))
+    rotary = _turning(n, k)
+    return AttentionLayer(w_q, w_k, w_v, w_o, residual=1.0, causal=True, rotary=rotary, q_norm=norm, k_norm=norm)
+
+
+def _scaled(w: Tensor, norm: float) -> Tensor:
+    scaled: Tensor = w * (norm / torch.linalg.matrix_norm(w, 2))
+    return scaled
 
 
 def _turning(n: int, k: int) -> Rotary:
@@ -99,7 +121,7 @@ def measure(
     attacked = api.attack(layer, x, list(radii), seed=seed)
     ratios, seconds = {}, {"attack": attacked.seconds}
     for bound in bounds.values():
-        if bound.name != "best":
+        if bound.name != "best" and bound.refusal(layer) is None:
             result = bound(layer, x, list(radii), guarantee=guarantee)
             ratios[bound.name] = (result.value / attacked.lower).tolist()
             seconds[bound.name] = result.seconds
@@ -128,13 +150,16 @@ def draw_ratios(measurements: Sequence[LayerTightness]) -> Figure:
     figure = new_figure(2.6 * len(groups) / lines, 0.8 + 2.2 * lines)
     grid = figure.subplots(lines, len(groups) // lines, sharey=True, squeeze=False)
     panels = grid.flatten().tolist()
+    names = list(next(iter(groups.values()))[0].ratios)
     for panel, (regime, rows) in zip(panels, groups.items(), strict=True):
-        for name in rows[0].ratios:
+        missing = [math.nan] * len(rows[0].radii)  # of a bound that refuses the layer: the next ones keep their styles
+        for name in names:
             if name != "best":
-                above = torch.tensor([row.ratios[name] for row in rows]) - 1
+                above = torch.tensor([row.ratios.get(name, missing) for row in rows]) - 1
                 draw_range(panel, rows[0].radii, above, marker=".", label=name)
         panel.set(xscale="log", yscale="log", title=_panel(regime))
         panel.grid(which="major", alpha=0.25)
+    panels[0].set_ylim(top=min(panels[0].get_ylim()[1], _HIGHEST))  # shared by all
     for panel in grid[-1]:
         panel.set_xlabel("eps")
     for panel in grid[:, 0]:
@@ -169,10 +194,12 @@ class TightnessParameters:
     """What `repro tightness` takes."""
 
     shape: tuple[int, ...] = option((64, 64, 8), "Tokens, width and heads.")
-    positions: tuple[str, ...] = option(("none",), "What tells positions: none, rotary.", grid=True)
-    seeds: int = option(3, "How many random layers for each regime.", grid=True, least=1)
+    positions: tuple[str, ...] = option(
+        ("none",), "How positions are encoded: none, rotary, or qwen3, a layer like its.", grid=True
+    )
+    seeds: int = option(3, "Number of random layers for each regime.", grid=True, least=1)
     eps: tuple[float, ...] = option(RADII, "Radii.")
-    guarantee: Guarantee = option("numerical", "Of the bounds.")
+    guarantee: Guarantee = option("numerical", "Guarantee of the bounds.")
 
 
 @final
@@ -189,7 +216,7 @@ class Tightness(Study[TightnessParameters]):
     kinds: ClassVar = {"layer": LayerTightness}
 
     def quick(self) -> TightnessParameters:
-        return TightnessParameters((6, 8, 2), ("none", "rotary"), 1, (0.01, 0.1))
+        return TightnessParameters((6, 8, 2), ("none", "rotary", "qwen3"), 1, (0.01, 0.1))
 
     def stem(self, parameters: TightnessParameters) -> str:
         n, d, h = parameters.shape
@@ -198,13 +225,15 @@ class Tightness(Study[TightnessParameters]):
     def plan(self, parameters: TightnessParameters, place: Workplace) -> StudyPlan:
         if len(parameters.shape) != 3:
             raise InputError(f"--shape is {parameters.shape}; expected tokens, width and heads, such as 64,64,8")
-        if unknown := sorted(set(parameters.positions) - {"none", "rotary"}):
-            raise InputError(f"--positions has {', '.join(unknown)}; expected none or rotary")
+        if unknown := sorted(set(parameters.positions) - {"none", "rotary", "qwen3"}):
+            raise InputError(f"--positions has {', '.join(unknown)}; expected none, rotary or qwen3")
         n, d, h = parameters.shape
         if "rotary" in parameters.positions and d % (2 * h):
             raise InputError(
                 f"--shape is {n},{d},{h}; rotary positions turn pairs, so the width of a head must be even"
             )
+        if "qwen3" in parameters.positions and (h % 2 or 2 * d % h):
+            raise InputError(f"--shape is {n},{d},{h}; a layer like Qwen3's has an even number of heads of width 2 d/h")
         kinds = [regime for positions in parameters.positions for regime in regimes(n, d, h, positions)]
         work = [(regime, seed) for regime in kinds for seed in range(parameters.seeds)]
         return StudyPlan(

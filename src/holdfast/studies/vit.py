@@ -101,7 +101,7 @@ class VitDigit:
 
 
 def medians(digits: Sequence[VitDigit]) -> dict[str, float | None]:
-    """Of the attack, of every method's radii, and the methods' ratio to the attack; None where it is infinite."""
+    """Medians of the attack, of every method's radii, and of their ratio to the attack; None where infinite."""
     attack = statistics.median(math.inf if digit.attack is None else digit.attack for digit in digits)
     made: dict[str, float | None] = {"attack": attack if math.isfinite(attack) else None}
     for method in digits[0].radii:
@@ -226,11 +226,11 @@ class VitParameters:
 
     recipe: Recipe = option("plain", "How to train: plain, or so that radii can be proved.")
     layers: tuple[int, ...] = option((2, 4), "Depths.", grid=True)
-    digits: int = option(8, "How many test digits to certify for each model.", grid=True, least=1)
+    digits: int = option(8, "Number of test digits to certify for each model.", grid=True, least=1)
     methods: tuple[str, ...] = option(("telescoped",), "Compositions.")
-    init: Initialisation = option("huggingface", "Of the weights, with the plain recipe.")
-    seed: int = option(0, "Of the training.", least=0)
-    epochs: int | None = option(None, "Of the training: 60 for plain, 100 for lipschitz.", least=1)
+    init: Initialisation = option("huggingface", "Initialisation of the weights, with the plain recipe.")
+    seed: int = option(0, "Seed of the training.", least=0)
+    epochs: int | None = option(None, "Epochs; default: 60 for plain, 100 for lipschitz.", least=1)
 
     @property
     def trainings(self) -> list[DigitsTraining]:

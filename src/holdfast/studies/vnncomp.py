@@ -102,7 +102,7 @@ class DecidedInstance:
         network: its name.
         image: in CIFAR-10's test split.
         verdict: ours.
-        seconds: that ours took, by the clock that was asked for.
+        seconds: that ours took, by the clock that was requested.
         counter_example: the input, where the verdict is "sat".
         published: what the competition's tools said.
         parts: into how many the box was divided for the proof, where there is one.
@@ -139,11 +139,11 @@ class VnncompParameters:
     """What `repro vnncomp` takes."""
 
     networks: tuple[str, ...] = option(("pgd_2_3_16", "ibp_3_3_8"), "Names of ONNX files.", grid=True)
-    instances: int = option(50, "How many for each network.", grid=True, least=1)
+    instances: int = option(50, "Number for each network.", grid=True, least=1)
     timeout: float = option(100.0, "Seconds for each instance.")
     processor_time: bool = option(False, "Count the processor's seconds instead of the clock's, on a busy machine.")
-    year: int = option(2025, "Of the published verdicts.")
-    auto_lirpa: bool = option(False, "Also run CROWN of auto_LiRPA, which you have installed.")
+    year: int = option(2025, "Year of the published verdicts.")
+    auto_lirpa: bool = option(False, "Also run auto_LiRPA's CROWN, which must be installed.")
 
 
 @final

@@ -113,10 +113,10 @@ class VnncompL2Parameters:
     """What `repro vnncomp-l2` takes."""
 
     networks: tuple[str, ...] = option(("pgd_2_3_16", "ibp_3_3_8"), "Names of ONNX files.", grid=True)
-    images: int = option(10, "How many for each network.", grid=True, least=1)
+    images: int = option(10, "Number for each network.", grid=True, least=1)
     method: str = option("forms", "The composition.")
     seconds: float = option(100.0, "Time limit for an image: nothing new is begun after it.", least=0.001)
-    auto_lirpa: bool = option(False, "Also run CROWN of auto_LiRPA, which you have installed.")
+    auto_lirpa: bool = option(False, "Also run auto_LiRPA's CROWN, which must be installed.")
 
 
 @lru_cache(maxsize=1)
@@ -189,7 +189,7 @@ def by_network(rows: Sequence[ImageRadius]) -> dict[str, list[ImageRadius]]:
 
 
 def medians(rows: Sequence[ImageRadius]) -> dict[str, dict[str, Any]]:
-    """Of each network: medians over its images, and the mean shares of what margins were lost to."""
+    """For each network: medians over its images, and the mean shares of what margins were lost to."""
     made: dict[str, dict[str, Any]] = {}
     for network, own in by_network(rows).items():
         columns: dict[str, list[float | None]] = {name: [getattr(row, name) for row in own] for name in _NUMBERS}

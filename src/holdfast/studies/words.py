@@ -1,7 +1,7 @@
 """How far the words of a sentence may move: one of them alone, and all of them together (Shi et al. 2020).
 
 A model of SST-2 is trained; sentences of the development set that it gets right are certified in both settings, in
-proved arithmetic, and attacked. What is finished is kept in files, so that a command that was interrupted goes on.
+proved arithmetic, and attacked. What is finished is kept in files, so that an interrupted command resumes.
 """
 
 from __future__ import annotations
@@ -152,12 +152,12 @@ class WordResults:
 
     @property
     def one_word(self) -> MeanRadius:
-        """Of every word of every sentence, moved alone."""
+        """The mean over every word of every sentence, moved alone."""
         return MeanRadius.of([word for sentence in self.sentences for word in sentence.words])
 
     @property
     def all_words(self) -> MeanRadius:
-        """Of every sentence, all of its words moved together."""
+        """The mean over every sentence, all of its words moved together."""
         return MeanRadius.of([sentence.together for sentence in self.sentences])
 
 
@@ -168,7 +168,7 @@ def trained(config: TrainingConfig, place: Workplace, tell: Tell) -> Path:
 
 
 def describe(config: TrainingConfig, folder: Path, place: Workplace) -> WordModel:
-    """What is known of a trained model."""
+    """What is known about a trained model."""
     training = training_record(folder)
     model = load_model(folder / "model.safetensors")
     data = load(config.data.name, None, place.data_dir)
@@ -261,7 +261,7 @@ def table(results: Sequence[WordResults]) -> Table:
 
 
 def markdown(results: Sequence[WordResults]) -> str:
-    """The same lines, and what is known of each model, for a page of the documentation."""
+    """The same lines, and what is known about each model, for a page of the documentation."""
     lines = [_COLUMNS, ("---",) * len(_COLUMNS), *_rows(results)]
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     for one in results:
@@ -330,8 +330,8 @@ class WordsParameters:
     """What `repro words` takes."""
 
     config: str = option("sst2-content", "A model of words: a TOML file, or a config by name.")
-    seed: tuple[int, ...] = option((0,), "Of the trainings.", grid=True)
-    sentences: int = option(10, "How many are certified for each model.", least=1)
+    seed: tuple[int, ...] = option((0,), "Seeds of the trainings.", grid=True)
+    sentences: int = option(10, "Number of sentences certified for each model.", least=1)
     method: str = option("telescoped", "The composition for one word that moves.")
     together: str = option("gains", "The composition for all words that move.")
 

@@ -68,10 +68,12 @@ class SoftmaxNorms:
 class SoftmaxParameters:
     """What `repro yudin-softmax` takes."""
 
-    lengths: tuple[int, ...] = option((2, 8, 32, 128, 512), "Of a row.", grid=True)
-    deviations: tuple[float, ...] = option((0.1, 0.3, 1.0, 2.0, 4.0, 8.0, 16.0), "Of the logits.", grid=True)
+    lengths: tuple[int, ...] = option((2, 8, 32, 128, 512), "Lengths of a row.", grid=True)
+    deviations: tuple[float, ...] = option(
+        (0.1, 0.3, 1.0, 2.0, 4.0, 8.0, 16.0), "Standard deviations of the logits.", grid=True
+    )
     rows: int = option(200, "Random rows for each.", least=1)
-    seed: int = option(0, "Of the rows.")
+    seed: int = option(0, "Seed of the rows.")
 
 
 @final
@@ -136,7 +138,7 @@ class YudinSoftmax(Study[SoftmaxParameters]):
 
 
 def softmax_statements(rows: Sequence[SoftmaxNorms]) -> list[Statement]:
-    """What the numbers say of the bounds of the softmax Jacobian."""
+    """What the numbers say about the bounds of the softmax Jacobian."""
     excess, most = max(row.excess for row in rows), max(row.largest_k for row in rows)
     count = sum(row.rows for row in rows)
     theirs, ours = (sum(getattr(row, key)[1] for row in rows) / len(rows) for key in ("g_1", "u_2"))
@@ -232,9 +234,11 @@ class JacobianParameters:
     """What `repro yudin-layers` takes."""
 
     models: tuple[str, ...] = option(("digits", "minilm", "smollm2"), "digits, or names of language models.", grid=True)
-    temperatures: tuple[float, ...] = option((0.05, 0.3, 1.0, 3.0, 10.0, 30.0), "Of random layers.", grid=True)
-    inputs: int = option(4, "For every layer.", least=1)
-    length: int = option(32, "Tokens of a text.", least=2)
+    temperatures: tuple[float, ...] = option(
+        (0.05, 0.3, 1.0, 3.0, 10.0, 30.0), "Temperatures of random layers.", grid=True
+    )
+    inputs: int = option(4, "Inputs for every layer.", least=1)
+    length: int = option(32, "Tokens per text.", least=2)
 
 
 @final
@@ -340,7 +344,7 @@ def _excess(layers: Sequence[LayerJacobian], method: str) -> Tensor:
 
 
 def jacobian_statements(layers: Sequence[LayerJacobian]) -> list[Statement]:
-    """What the numbers say of the bound of attention's Jacobian."""
+    """What the numbers say about the bound of attention's Jacobian."""
     made = []
     for source in dict.fromkeys(one.source for one in layers):
         own = [one for one in layers if one.source == source]

@@ -75,9 +75,9 @@ class YudinCifarParameters:
     ks: tuple[int, ...] = option((0, 2, 10), "Values of k.", grid=True)
     weights: tuple[float, ...] = option((0.01, 0.1), "Weights of JaSMin.", grid=True)
     spectral: tuple[float, ...] = option((1e-4, 1e-3), "Weights of the spectral penalty.", grid=True)
-    seeds: int = option(3, "How many trainings for each.", grid=True, least=1)
-    steps: int = option(1541, "Of each training.", least=1)
-    depth: int = option(4, "Layers of the network.", least=1)
+    seeds: int = option(3, "Number of trainings for each.", grid=True, least=1)
+    steps: int = option(1541, "Steps of each training.", least=1)
+    depth: int = option(4, "Number of layers of the network.", least=1)
     noise: bool = option(False, "A few random images instead of CIFAR-10, to try the command.")
 
 
@@ -104,7 +104,7 @@ class YudinCifarStudy(Study[YudinCifarParameters]):
     name = "yudin-cifar10"
     title = "JaSMin and a spectral penalty on CIFAR-10: accuracy, local constants, attacks of a small ViT (needs a GPU)"
     paper = "yudin2025"
-    minutes = 40
+    minutes = 8
     memory = 4
     parameters = YudinCifarParameters
     kinds: ClassVar = {"training": CifarNetwork, "attention": CifarAttention}
@@ -140,7 +140,7 @@ class YudinCifarStudy(Study[YudinCifarParameters]):
 
 
 def trained(setting: CifarTraining, train: Dataset, test: Dataset, folder: Path, device: str) -> CifarNetwork:
-    """What is known of the network of a setting, which is trained unless its file is in the folder."""
+    """What is known about the network of a setting, which is trained unless its file is in the folder."""
     path = _file(setting, folder)
     if not path.exists():
         make_folder(folder)

@@ -84,17 +84,19 @@ class YudinMinilmParameters:
     ks: tuple[int, ...] = option((0, 2, 10), "Values of k.", grid=True)
     weights: tuple[float, ...] = option((0.01,), "Weights of JaSMin.", grid=True)
     spectral: tuple[float, ...] = option((1e-3,), "Weights of the spectral penalty.", grid=True)
-    seeds: int = option(3, "How many trainings for each.", grid=True, least=1)
+    seeds: int = option(3, "Number of trainings for each.", grid=True, least=1)
     source: str = option("minilm", f"What is fine-tuned: minilm, or {RANDOM} for a small BERT of random weights.")
-    layers: int = option(6, "Layers of it that are kept.", least=1)
-    steps: int = option(80, "Of each training.", least=1)
-    batch: int = option(16, "Sentences in a step.", least=1)
+    layers: int = option(6, "Number of its layers that are kept.", least=1)
+    steps: int = option(80, "Steps of each training.", least=1)
+    batch: int = option(16, "Sentences per step.", least=1)
     rate: float = option(2e-4, "The highest learning rate.")
-    longest: int = option(24, "Tokens of a sentence in training at most.", least=4)
-    sentences: int = option(48, "That PGD attacks: the first short ones of the development set.", least=1)
-    shortest: int = option(16, "Tokens of those at most, special ones included.", least=4)
-    nearest: int = option(10, "For how many of them the smallest change of the answer is searched.", least=1)
-    probed: int = option(4, "On how many of them the attention is measured.", least=1)
+    longest: int = option(24, "Most tokens of a sentence in training.", least=4)
+    sentences: int = option(
+        48, "Number of sentences that PGD attacks: the first short ones of the development set.", least=1
+    )
+    shortest: int = option(16, "Most tokens of those, special ones included.", least=4)
+    nearest: int = option(10, "For how many of them to search for the smallest change of the answer.", least=1)
+    probed: int = option(4, "On how many of them to measure the attention.", least=1)
 
 
 def settings(parameters: YudinMinilmParameters) -> list[FineTuning]:

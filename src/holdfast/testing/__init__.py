@@ -1,4 +1,4 @@
-"""The conformance kit: a new operator, bound, attack or piece inherits the tests that every one of its kind must pass.
+"""The conformance kit: a new operator, bound, attack or piece inherits the tests that all of its kind must pass.
 
     from holdfast.testing import BoundConformance
 

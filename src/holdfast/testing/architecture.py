@@ -1,6 +1,6 @@
-"""The packages and the arrows between them, read from the source: imports inside functions count like all others.
+"""The packages and the arrows between them, read from the source: imports inside functions count like any others.
 
-`python -m holdfast.testing.architecture` writes the table and the picture of docs/architecture.md anew.
+`python -m holdfast.testing.architecture` regenerates the table and the picture of docs/architecture.md.
 """
 
 from __future__ import annotations

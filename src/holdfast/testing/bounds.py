@@ -34,7 +34,7 @@ class BoundConformance(MethodConformance):
     The tests run over the cases that the bound does not refuse.
     """
 
-    # -- what it says of itself
+    # -- what it says about itself
 
     @_typical
     def test_result_says_what_it_is(self, typical: Case) -> None:

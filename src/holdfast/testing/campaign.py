@@ -1,6 +1,6 @@
-"""The soundness campaign: random layers, and for each of them a search for a point where a bound is below the truth.
+"""The soundness campaign: random layers, and for each a search for a point where a bound is below the truth.
 
-Every bound of the movement over a ball is attacked over its whole ball, and so is every ingredient of `INGREDIENTS`.
+Every bound of the movement over a ball is attacked over its whole ball, and so is every ingredient of `ingredients.py`.
 The pieces of networks are drawn likewise, and each of their constants is attacked.
 What an attack attains is rounded down, so a proved bound gets no tolerance at all; a numerical one gets its documented
 slack. A layer is drawn from its own seed: `run_campaign(1, seed, demo=False)` repeats what was found at that seed.
@@ -33,7 +33,7 @@ from holdfast.models import load_digits_vit
 from holdfast.results import Guarantee
 from holdfast.testing.draw import draw
 from holdfast.testing.draw_pieces import KINDS, draw_piece
-from holdfast.testing.ingredients import INGREDIENTS, Constants, Ingredient, Situation
+from holdfast.testing.ingredients import Constants, Ingredient, Situation, ingredients_of
 from holdfast.testing.layers import Case
 from holdfast.testing.pieces import PieceCase, attained
 from holdfast.testing.pieces import bound as constant_bound
@@ -145,7 +145,7 @@ def run_campaign(
     Args:
         layers: how many random layers; the seed of layer i is `seed + i`.
         seed: of the first layer.
-        seconds: after so much time no further layer is begun.
+        seconds: time after which no further layer is begun.
         demo: whether the layers of the demo model come first.
         pieces: how many random pieces of networks come last, with seeds as the layers.
         progress: called with the number of layers and pieces done.
@@ -260,7 +260,7 @@ class _LayerExamination(_UnderAttack):
             for bound in registry.values():
                 for guarantee in bound.guarantees:
                     self._bound(bound, guarantee, reached)
-        if self._layer.beyond_dot_products is None:
+        if self._layer.soft_cap is None and self._layer.sinks is None:
             self._guarded("ingredients", self._ingredients)
 
     # -- bounds
@@ -298,10 +298,10 @@ class _LayerExamination(_UnderAttack):
     def _ingredients(self) -> None:
         layer, x = self._layer, self._x
         radii = x.new_tensor(self._radii)
-        a = Proved()
+        a, ingredients = Proved(), ingredients_of(layer)
         with torch.no_grad():
             constants = Constants(OverBall(a, layer, x, a.lift(radii)), layer, x, radii)
-            bounds = {ingredient.name: _upper(ingredient.bound(constants)) for ingredient in INGREDIENTS}
+            bounds = {ingredient.name: _upper(ingredient.bound(constants)) for ingredient in ingredients}
         r = radii.reshape(-1, *(1 for _ in x.shape))
         generator = torch.Generator().manual_seed(self._seed)
         t = float(torch.rand((), generator=generator))
@@ -309,14 +309,14 @@ class _LayerExamination(_UnderAttack):
         ways = ways.expand(ways.shape[0], len(radii), *x.shape)
         order = torch.randperm(len(ways), generator=generator)
         pool = [(r * ways, ways[order])]
-        for index in torch.randperm(len(INGREDIENTS), generator=generator)[:_CLIMBED].tolist():
-            pool.append(climb(self._ratio(INGREDIENTS[index], bounds, t), r, *(part[::2] for part in pool[0])))
+        for index in torch.randperm(len(ingredients), generator=generator)[:_CLIMBED].tolist():
+            pool.append(climb(self._ratio(ingredients[index], bounds, t), r, *(part[::2] for part in pool[0])))
         for moves, g in pool:
             z = inside(x, x + moves, r)
             unit = Ball.exact(g * (1 - 1e-12))
             with torch.no_grad():
                 situation = Situation(layer, Ball.exact(x), Ball.exact(z), unit, t)
-                for ingredient in INGREDIENTS:
+                for ingredient in ingredients:
                     self._compare(ingredient.name, bounds[ingredient.name], ingredient.truth(situation).lower)
 
     def _ratio(self, ingredient: Ingredient, bounds: dict[str, Tensor], t: float) -> Callable[[Tensor, Tensor], Tensor]:

@@ -23,7 +23,7 @@ from holdfast.testing.draw import Dice
 from holdfast.testing.every import over
 from holdfast.testing.networks import NetworkCase, draw_network, network_cases
 
-SHARES = (1e-3, 0.1, 0.5, 1.0, 3.0)  # of the first-order radius: where margins are looked at
+SHARES = (1e-3, 0.1, 0.5, 1.0, 3.0)  # of the first-order radius: where margins are examined
 _SMALL = 1e-9  # rounding, beside numbers of about 1
 _DESCENT = 12
 _UNIT = RATIO**3  # exact in binary, and constants are taken at the next radius of a grid that it leaves as it is
@@ -57,7 +57,7 @@ class CompositionConformance(ABC):
     def name(self) -> str:
         """The name under which the composition is registered."""
 
-    # -- what it says of itself
+    # -- what it says about itself
 
     def test_metadata_is_complete(self) -> None:
         method = self._method()

@@ -156,15 +156,20 @@ def _capped(case: Case, dice: Dice) -> Case:
 
 
 def _normed(case: Case, dice: Dice) -> Case:
-    """Normalised queries and keys, of each head or of all together."""
-    layer = case.layer
-    kind, across = dice.pick(*get_args(Kind)), dice.pick(False, True)
+    """Normalised queries or keys or both, of each head or of all together, before or after positions turn them."""
+    layer = dice.pick(case, _rotary(case, dice)).layer
+    kind, across, after = dice.pick(*get_args(Kind)), dice.pick(False, True), dice.pick(False, True)
 
     def norm(heads: int) -> HeadNorm:
-        shape = (heads, layer.k) if across else (layer.k,)
-        return HeadNorm(dice.normal(*shape), dice.pick(None, dice.normal(*shape)), dice.pick(1e-6, 0.1), kind, across)
+        shape = (heads, layer.k) if across else dice.pick((layer.k,), (heads, layer.k))
+        bias = dice.pick(None, dice.normal(*shape))
+        return HeadNorm(dice.normal(*shape), bias, dice.pick(1e-6, 0.1), kind, across, after)
 
-    return Case(case.name, layer.replace(q_norm=norm(layer.h), k_norm=norm(layer.g)), case.x)
+    query, key = norm(layer.h), norm(layer.g)
+    one = dice.pick(None, None, None, "q", "k")
+    return Case(
+        case.name, layer.replace(q_norm=None if one == "k" else query, k_norm=None if one == "q" else key), case.x
+    )
 
 
 def _tiny_values(case: Case, dice: Dice) -> Case:
@@ -190,6 +195,7 @@ _CHANGES: tuple[Callable[[Case, Dice], Case], ...] = (
     _rotary,
     _rotary,
     _capped,
+    _normed,
     _normed,
     _tiny_values,
     _huge_values,

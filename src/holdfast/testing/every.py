@@ -1,4 +1,4 @@
-"""One test for many cases: it looks at all of them, and says which ones failed."""
+"""One test for many cases: it checks all of them, and says which ones failed."""
 
 from __future__ import annotations
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, final
+from typing import Any, Generic, Literal, final
 
 import torch
 from torch import Tensor
 
 from holdfast.attention import AttentionLayer
+from holdfast.attention.head_norm import Placed
 from holdfast.attention.layer import Weights, project
 from holdfast.attention.rows import Rows
 from holdfast.bounds.over_ball import OverBall
@@ -43,22 +44,14 @@ class Situation(Generic[Array]):
         self.g: Array = g
         self.w: Weights[Array] = layer.weights(z)
         self.c: Array = self.w.w_v @ self.w.w_o
-        self.query: Array = self._queries(z)
-        self.key: Array = self._keys(z)
+        self._placed: tuple[Placed[Array], Placed[Array]] = layer.placed(z)
+        self.query: Array = self._placed[0].value
+        self.key: Array = self._placed[1].value
         self.v: Array = z.unsqueeze(-3) @ self.c
-        scores, before = self.query @ self.key.mT * layer.scale, self._queries(x) @ self._keys(x).mT * layer.scale
+        query, key = (placed.value for placed in layer.placed(x))
+        scores, before = self.query @ self.key.mT * layer.scale, query @ key.mT * layer.scale
         self.p: Array = layer.probabilities(scores)
         self.p_between: Array = layer.probabilities(before + (scores - before) * t)
-
-    def _queries(self, z: Array) -> Array:
-        return self.turned(project(z, self.w.w_q, self.w.b_q))
-
-    def _keys(self, z: Array) -> Array:
-        return self.turned(project(z, self.w.w_k, self.w.b_k))
-
-    def turned(self, rows: Array) -> Array:
-        """Rows (…, h, n, k) at their positions."""
-        return rows if self.layer.rotary is None else self.layer.rotary.turn(rows)
 
     # -- moments over the keys
 
@@ -98,7 +91,20 @@ class Situation(Generic[Array]):
 
     def moved(self, g: Array) -> tuple[Array, Array]:
         """(…, h, n, k) how queries and keys move along g."""
-        return self.turned(project(g, self.w.w_q, None)), self.turned(project(g, self.w.w_k, None))
+        query, key = self._placed
+        return query.push(project(g, self.w.w_q, None)), key.push(project(g, self.w.w_k, None))
+
+    def bent(self, g: Array, other: Array) -> Array:
+        """(…, h, n, n) s'' along g and other."""
+        (dq, dk), (dq_other, dk_other) = self.moved(g), self.moved(other)
+        bent = dq @ dk_other.mT + dq_other @ dk.mT
+        if self.layer.q_norm is not None or self.layer.k_norm is not None:
+            ddq, ddk = (
+                placed.push2(project(g, w, None), project(other, w, None))
+                for placed, w in zip(self._placed, (self.w.w_q, self.w.w_k), strict=True)
+            )
+            bent = bent + ddq @ self.key.mT + self.query @ ddk.mT
+        return bent * self.layer.scale
 
     def slope(self, g: Array) -> Array:
         """(…, h, n, n) s' along g."""
@@ -113,13 +119,10 @@ class Situation(Generic[Array]):
     def second(self, g: Array, other: Array) -> Array:
         """(…, n, d_out) D²F(Z)[g, other] = Cov(s', v°) + Cov(s°, v') + Cov(s'°, v) + E[(s' - E)(s° - E)(v - E)]."""
         s, s_other = self.slope(g), self.slope(other)
-        dq, dk = self.moved(g)
-        dq_other, dk_other = self.moved(other)
-        bent = (dq @ dk_other.mT + dq_other @ dk.mT) * self.layer.scale
         rows = self._covariance(s, other.unsqueeze(-3) @ self.c) + self._covariance(s_other, g.unsqueeze(-3) @ self.c)
         weight = self.p * self.centred(s) * self.centred(s_other)
         third = weight @ self.v - weight.sum(-1, keepdim=True) * (self.p @ self.v)
-        return (rows + self._covariance(bent, self.v) + third).sum(-3)
+        return (rows + self._covariance(self.bent(g, other), self.v) + third).sum(-3)
 
     def _covariance(self, s: Array, values: Array) -> Array:
         return (self.p * self.centred(s)) @ values
@@ -164,11 +167,13 @@ class Ingredient:
         name: what it is called in the code.
         bound: (r, b…, …) its value.
         truth: (m, r, b…, …) the same quantity at one point, by definition.
+        only: for linear queries and keys, or for normalised ones; None for both.
     """
 
     name: str
     bound: Callable[[Constants], Any]
     truth: Callable[[Situation[Any]], Any]
+    only: Literal["linear", "normed"] | None = None
 
 
 def _softmax_norm(s: Situation[Array]) -> Array:
@@ -188,6 +193,12 @@ def _bilinear(s: Situation[Array]) -> Array:
     """(Σ_l ‖G A_l Gᵀ‖_F²)^½."""
     dq, dk = s.moved(s.g)
     return frobenius(dq @ dk.mT * s.layer.scale, (-3, -2, -1))
+
+
+def _bend(s: Situation[Array]) -> Array:
+    """(Σ_li Var(q̂'' · k̂ + q̂ · k̂''))^½ along G."""
+    dq, dk = s.moved(s.g)
+    return root(s.deviation(s.bent(s.g, s.g) - dq @ dk.mT * (2 * s.layer.scale), s.p).square().sum(-1))
 
 
 def _alike(s: Situation[Array], g: Array) -> Array:
@@ -214,11 +225,13 @@ INGREDIENTS: tuple[Ingredient, ...] = (
         "query_spread",
         lambda c: c.ball.query_spread,
         lambda s: s.spread(Rows(s.key * s.layer.scale, s.w.w_q.mT, s.layer.rotary), s.p),
+        only="linear",
     ),
     Ingredient(
         "common_spread",
         lambda c: c.ball.common_spread,
         lambda s: s.deviation(s.slope(s.common), s.p) / root(s.common.square().sum(-1).amax(-1, keepdim=True)),
+        only="linear",
     ),
     Ingredient("score_spread", lambda c: c.ball.score_spread, lambda s: s.deviation(s.slope(s.g), s.p)),
     Ingredient("value_reach", lambda c: c.ball.value_reach, lambda s: s.reach),
@@ -232,7 +245,16 @@ INGREDIENTS: tuple[Ingredient, ...] = (
     Ingredient("joint_A", lambda c: c.ball.joint_A, _bilinear),
     Ingredient("direct_gain", lambda c: direct_gain(c.ball, c.layer, c.x), lambda s: frobenius(s.first(s.g))),
     Ingredient("curvature, every", lambda c: c.every, lambda s: frobenius(s.second(s.g, s.g))),
-    Ingredient("curvature, common", lambda c: c.agreeing[0], lambda s: _alike(s, s.common) / frobenius(s.common)),
-    Ingredient("curvature, mixed", lambda c: c.agreeing[1], lambda s: _alike(s, s.g)),
+    Ingredient(
+        "curvature, common", lambda c: c.agreeing[0], lambda s: _alike(s, s.common) / frobenius(s.common), "linear"
+    ),
+    Ingredient("curvature, mixed", lambda c: c.agreeing[1], lambda s: _alike(s, s.g), "linear"),
+    Ingredient("bend", lambda c: c.ball.map.bend(Ball.exact(c.ball.q)), _bend, "normed"),
     Ingredient("remainder", lambda c: c.remainder(c.every), _remainder),
 )
+
+
+def ingredients_of(layer: AttentionLayer) -> tuple[Ingredient, ...]:
+    """Those that the layer has."""
+    kind = "linear" if layer.q_norm is None and layer.k_norm is None else "normed"
+    return tuple(ingredient for ingredient in INGREDIENTS if ingredient.only in (None, kind))

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from holdfast.attention import AttentionLayer, HeadNorm, Rotary
+from holdfast.attention.masks import alibi, sliding_window
 from holdfast.attention.rotary import Pairing
 
 _BATCH = 2
@@ -195,7 +196,7 @@ def gaussian_case(
     """Gaussian d x d maps scaled to a spectral norm, divided among the heads, and tokens of one length.
 
     Args:
-        seed: of everything random.
+        seed: for everything random.
         n: tokens.
         d: width, a multiple of h.
         h: heads.
@@ -253,6 +254,8 @@ def cases(seed: int = 0) -> tuple[Case, ...]:
         _sunk(make_case("sinks", seed, biases=True, mask="shared", residual=1.0)),
         _capped(_sunk(make_case("soft cap and sinks", seed, h=3, g=1, rotary=2))),
         _normed(make_case("query-key norms", seed, k=4, h=4, g=2, biases=True, rotary=2)),
+        _normed(make_case("norms over all heads", seed, k=3, h=4, g=2, d_out=3, causal=True), across=True),
+        _with_alibi(make_case("ALiBi and a window", seed, n=5, residual=1.0)),
         make_case("rotary, everything", seed, h=4, g=2, biases=True, mask="each", causal=True, residual=1.0, rotary=2),
     )
 
@@ -302,6 +305,12 @@ def _capped(case: Case) -> Case:
     return Case(case.name, case.layer.replace(soft_cap=1.5), case.x)
 
 
+def _with_alibi(case: Case) -> Case:
+    """Scores fall with the distance, and queries look two tokens back."""
+    h, n = case.layer.h, case.x.shape[-2]
+    return Case(case.name, case.layer.replace(score_bias=alibi(h, n).double(), mask=sliding_window(n, 3)), case.x)
+
+
 def _wide_values(case: Case) -> Case:
     """Values have another width than keys: each is one of the others twice as well."""
     layer = case.layer
@@ -309,11 +318,12 @@ def _wide_values(case: Case) -> Case:
     return Case(case.name, layer.replace(w_v=w_v, w_o=w_o), case.x)
 
 
-def _normed(case: Case) -> Case:
+def _normed(case: Case, *, across: bool = False) -> Case:
     """Queries and keys are normalised, the first ones before their positions turn them."""
     layer = case.layer
     weight = torch.linspace(0.5, 1.5, layer.k, dtype=torch.float64)
-    q_norm, k_norm = HeadNorm(weight, eps=0.1), HeadNorm(weight, weight, 0.1, "layer", after_rotation=True)
+    q_norm = HeadNorm(weight, eps=0.1, across=across)
+    k_norm = HeadNorm(weight, weight, 0.1, "layer", across, after_rotation=True)
     return Case(case.name, layer.replace(q_norm=q_norm, k_norm=k_norm), case.x)
 
 

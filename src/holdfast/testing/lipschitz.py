@@ -49,7 +49,7 @@ class _SlopeConformance(MethodConformance):
     def _applicable(self) -> list[Case]:
         return [case for case in self.cases() if self._bound().refusal(case.layer) is None]
 
-    # -- what it says of itself
+    # -- what it says about itself
 
     @_typical
     def test_result_says_what_it_is(self, typical: Case) -> None:

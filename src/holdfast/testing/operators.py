@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -16,8 +17,8 @@ from holdfast.testing.layers import Case, cases, typical
 _ROUNDING = 1e-12
 _PROVED = 1e-6  # a proved norm comes from squares, so it keeps half of the digits of what cancels
 
-_every = over(lambda kit: cases())
-_typical = over(lambda kit: typical(cases()))
+_every = over(lambda kit: kit.cases())
+_typical = over(lambda kit: typical(kit.cases()))
 
 
 class OperatorConformance(ABC):
@@ -32,6 +33,10 @@ class OperatorConformance(ABC):
     @abstractmethod
     def build(self, layer: AttentionLayer, x: Tensor) -> LinearOperator:
         """The operator for inputs (…, n, d); its batch begins with the batch of x."""
+
+    def cases(self) -> Sequence[Case]:
+        """Layers of every kind."""
+        return cases()
 
     @_typical
     def test_mv_is_linear(self, typical: Case) -> None:

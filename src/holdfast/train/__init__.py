@@ -1,4 +1,4 @@
-"""Training: of models that can be certified (`train`); the JaSMin penalty, and a monitor, for any model."""
+"""Training: models that can be certified (`train`); and the JaSMin penalty and a monitor for any model."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What needs transformers is imported when it is asked for."""
+    """What needs transformers is imported on first use."""
     if name in ("JaSMinTrainer", "MonitorCallback"):
         from holdfast.train import huggingface
 

@@ -57,8 +57,8 @@ _KINDS = 12  # of changes, the first of them none
 def rand(images: Float[Tensor, "b c s s"], generator: Generator) -> Float[Tensor, "b c s s"]:
     """Half of the images changed twice, each time in one of twelve ways and to its own degree.
 
-    As in RandAugment (Cubuk et al. 2020): nothing, shear or move along an axis, turn, brightness, contrast, colour, few
-    levels, bright pixels turned dark, a square taken out. All images are changed at once.
+    As in RandAugment (Cubuk et al. 2020): nothing, shear or translation along an axis, rotation, brightness, contrast,
+    colour, posterising, solarising, cutting out a square. All images are changed at once.
     """
     changed = images
     for _ in range(2):

@@ -18,7 +18,7 @@ _KEY = "holdfast_training"
 
 @final
 class Checkpoint:
-    """A file with the weights, the state of the optimisers and what else a training has to remember.
+    """A file with the weights, the state of the optimisers and whatever else a training run has to remember.
 
     Args:
         path: of the file.
@@ -31,7 +31,7 @@ class Checkpoint:
         self._identity = json.loads(json.dumps(identity))
 
     def exists(self) -> bool:
-        """Whether there is something to go on from."""
+        """Whether there is something to resume from."""
         return self._path.exists()
 
     def write(
@@ -41,7 +41,7 @@ class Checkpoint:
         loss_sum: Tensor,
         notes: Mapping[str, Any],
     ) -> None:
-        """Everything that the next step depends on; random numbers depend on the seed and the step alone."""
+        """Writes everything that the next step depends on; random numbers depend on the seed and the step alone."""
         tensors = {f"model.{name}": _briefly(t) for name, t in model.state_dict().items()} | {"loss_sum": loss_sum}
         for name, optimiser in optimisers.items():
             for index, state in optimiser.state_dict()["state"].items():
@@ -61,7 +61,7 @@ class Checkpoint:
             if stored.get(key) != self._identity.get(key):
                 raise InputError(
                     f"{self._path} belongs to another training: {_difference(key, stored, self._identity)}; name "
-                    "another folder, or begin anew (resume=False, --no-resume)"
+                    "another folder, or start afresh (resume=False, --no-resume)"
                 )
         tensors = read_tensors(self._path)
         loss_sum.copy_(tensors.pop("loss_sum"))
@@ -77,7 +77,7 @@ class Checkpoint:
 
 
 def _briefly(t: Tensor) -> Tensor:
-    """The same numbers, in half precision if that loses nothing."""
+    """The same numbers, in half precision if nothing is lost by that."""
     half = t.half()
     return half if t.dtype == torch.float32 and torch.equal(half.float(), t) else t
 

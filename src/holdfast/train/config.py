@@ -28,7 +28,7 @@ class DataConfig:
 
     Attributes:
         name: a data set of `holdfast.data`, or a safetensors file with `inputs` and `labels`.
-        validation: inputs of the training split that are kept apart and measured on; the same for every seed.
+        validation: inputs held out of the training split to measure on; the same for every seed.
         augment: what is done to images, in order: flip, crop, shift, colour, rand.
     """
 
@@ -54,19 +54,19 @@ class TrainConfig:
         weight_decay: of AdamW.
         manifold_lr: spectral length of a step of the orthogonal maps.
         momentum: of these.
-        lookahead: steps between two of the slow weights, from which all others go on (Zhang et al. 2019); 0 for none.
+        lookahead: steps between updates of the slow weights, from which the others continue (Zhang et al. 2019); or 0.
         lookahead_share: of the way to the present weights that the slow ones go.
-        compact_every: epochs between two points at which orthogonal maps are rounded to half precision and their
-            momentum begins anew; checkpoints are written there alone, and have a quarter of the size. 0 for whole
+        compact_every: epochs between the points at which orthogonal maps are rounded to half precision and their
+            momentum starts afresh; checkpoints are written only there, at a quarter of the size. 0 for full
             checkpoints after any step.
         schedule: how both rates fall after the warm-up.
         warmup: share of the training in which they rise.
         precision: of the products; weights stay float32.
         compile: whether torch.compile runs the step, and in which mode; with "graph" nothing is compiled, and a single
             GPU records the step once and replays it.
-        start: a saved model of the same shape whose weights come first; empty for those of the seed.
-        seed: of the first weights, the order of the inputs and their augmentation.
-        evaluate_every: epochs between two measurements.
+        start: a saved model of the same shape to take the first weights from; empty to draw them from the seed.
+        seed: for the first weights, the order of the inputs and their augmentation.
+        evaluate_every: epochs between measurements.
         radius: at which certified accuracy is estimated.
         slope: what estimates it.
     """
@@ -139,7 +139,7 @@ class TrainingConfig:
         if self.model.centring and again is not None:
             raise InputError(
                 f"centring of [model] is true, and the loss {again!r} runs the model more than once for a batch, which "
-                "has one mean; leave one of them out"
+                "has one mean; drop one of them"
             )
 
     def with_seed(self, seed: int) -> TrainingConfig:
@@ -147,7 +147,7 @@ class TrainingConfig:
         return replace(self, train=replace(self.train, seed=seed))
 
     def with_start(self, model: Pathlike) -> TrainingConfig:
-        """The same training, going on from a saved model."""
+        """The same training, starting from a saved model."""
         return replace(self, train=replace(self.train, start=str(model)))
 
     def to_dict(self) -> dict[str, Any]:

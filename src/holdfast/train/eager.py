@@ -26,7 +26,7 @@ _PASSING = {"to", "type", "type_as", "float", "half", "bfloat16", "double", "con
 
 @dataclass(frozen=True)
 class WatchedScores:
-    """What is known of a tensor of scores, or of their softmax.
+    """What is known about a tensor of scores, or of their softmax.
 
     Attributes:
         query, key: the factors of the product, (…, n, k).

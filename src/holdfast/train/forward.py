@@ -1,4 +1,4 @@
-"""One pass of a certifiable model, with all that a loss may ask of it."""
+"""One pass of a certifiable model, with all that a loss may need."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 r"""How steep and how curved an attention layer is at an input: closed forms that are cheap to differentiate.
 
 For F(X) = residual · X + [P_l X W_l^V]_l W^O the derivative along Γ is residual · Γ + [P_l Γ W_l^V]_l W^O + [U_l]_l W^O
-with rows u_li = Σ_j p_lij s°_lij v_lj, where v_lj = x_j W_l^V and s°_lij is the change of the scores less its mean
+with rows u_li = Σ_j p_lij s°_lij v_lj, where v_lj = x_j W_l^V and s°_lij is the change of the scores minus its mean
 under p_li. The blocks of the second term are independent, so it is at most c_V c_O max_l ‖P_l‖ ‖Γ‖ for c_V = ‖W^V‖,
 c_O = ‖W^O‖. In the third, by Cauchy and Schwarz under p_li,
 

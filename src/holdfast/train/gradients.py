@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-_WARM_UPS = 3  # passes before the recording, in which libraries set themselves up
+_WARM_UPS = 3  # passes before the recording, for libraries to initialise
 
 
 class Gradients:

@@ -23,8 +23,8 @@ class MonitorCallback(TrainerCallback):
 
     Args:
         probe_batch: see `Monitor`, and likewise for the rest; tensors must be where the model trains.
-        every: steps between two measurements.
-        path: a file that gets one line of JSON for each record.
+        every: steps between measurements.
+        path: a file that gets one line of JSON per record.
         growth: factor that is worth a warning.
         window: number of records over which it is measured.
 
@@ -54,7 +54,7 @@ class MonitorCallback(TrainerCallback):
             self._log(state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Measures where the step is due."""
+        """Measures if the step is due."""
         self._log(state)
 
     def _log(self, state: TrainerState) -> None:

@@ -19,7 +19,7 @@ from holdfast.errors import InputError
 
 Reduction = Literal["mean", "sum", "max"]
 
-# Entries that are looked at together: what a cache holds, or enough to keep a GPU busy.
+# Entries that are examined together: what a cache holds, or enough to keep a GPU busy.
 _CPU_CHUNK, _GPU_CHUNK = 2**16, 2**26
 
 
@@ -63,7 +63,7 @@ def jasmin(
 
 
 def check_options(k: int, reduction: str) -> None:
-    """Refuses what has no meaning."""
+    """Refuses options that make no sense."""
     if k == 1:
         raise InputError("k is 1; log(g_1 / g_1) is always 0: use k=0, or k of at least 2")
     if not isinstance(k, int) or k < 0:
@@ -77,7 +77,7 @@ def worst_rows(
 ) -> Float[Tensor, "*b"]:
     """The largest penalty over the rows of each matrix of scores; -inf where no row carries information.
 
-    The gradient of a maximum is that of the row that attains it. So all rows are looked at without gradient, and only
+    The gradient of a maximum is that of the row that attains it. So all rows are examined without gradient, and only
     that row is computed again with it.
 
     Args:

@@ -1,4 +1,4 @@
-"""`train`: a config becomes a model, a checkpoint to go on from, and a JSON file of the run."""
+"""`train`: a config becomes a model, a checkpoint to resume from, and a JSON file of the run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from holdfast.version import __version__
 
 _LOG = logging.getLogger(__name__)
 _SPLIT_SEED = 0  # every seed of a training keeps the same inputs apart
-_MEASURED = 2000  # training inputs that are measured on where none are kept apart
+_MEASURED = 2000  # training inputs to measure on if none are held out
 _TELL_EVERY = 20  # steps between two looks at the loss: on a GPU each of them waits
 
 
@@ -54,21 +54,21 @@ def train(
 ) -> TrainingRun:
     """Trains a certifiable model.
 
-    A training that was interrupted, killed or not, goes on from its last checkpoint, and on a CPU ends with the same
+    An interrupted training run, killed or not, resumes from its last checkpoint, and on a CPU ends with the same
     weights, bit for bit.
 
     Args:
         config: a `TrainingConfig`, the path of its TOML file, or the name of one that comes with the package.
-        out: folder for model.safetensors, checkpoint.safetensors and run.json; it is made if it is missing.
-        resume: go on from the checkpoint in that folder; otherwise begin anew.
-        data_dir: folder of the data files.
+        out: folder for model.safetensors, checkpoint.safetensors and run.json; it is created if it is missing.
+        resume: go on from the checkpoint in that folder; otherwise start afresh.
+        data_dir: folder with the data files.
         device: such as "cuda:1"; by default what accelerate chooses, or a GPU if there is one.
-        checkpoint_seconds: time between two checkpoints.
-        seconds: until the run ends, counted from this call; the next call goes on from its checkpoint. At least one
-            step is done, and what is measured behind the last of all steps is not counted.
+        checkpoint_seconds: time between checkpoints.
+        seconds: until the run ends, counted from this call; the next call resumes from its checkpoint. At least one
+            step is done, and what is measured after the very last step is not counted.
         shard_size: the most bytes of one file: see `holdfast.storage.write_tensors`.
         command: the command line, where there is one.
-        progress: a function that is told how far the training is; by default a bar, with False none. If it is
+        progress: a function called with the progress of the training; by default a bar, with False none. If it is
             interrupted (KeyboardInterrupt), the run ends with a checkpoint of the last whole step.
 
     Example:
@@ -131,7 +131,7 @@ class _Training:
     def run(
         self, resume: bool, checkpoint_seconds: float, until: float, tell: Callable[[TrainingProgress], None] | None
     ) -> TrainingRun:
-        """Does the steps that are left, or those before the clock shows `until`."""
+        """Does the remaining steps, or those before the clock shows `until`."""
         if resume and self._checkpoint.exists():
             notes = self._checkpoint.read(self._model, self._states, self._loss_sum)
             if self._lookahead is not None and self._c.compact_every:
@@ -171,14 +171,14 @@ class _Training:
 
     @property
     def _states(self) -> dict[str, torch.optim.Optimizer]:
-        """What has to be remembered beside the weights."""
-        if self._lookahead is None or self._c.compact_every:  # slow weights begin anew where the state is compact
+        """What has to be remembered besides the weights."""
+        if self._lookahead is None or self._c.compact_every:  # slow weights start afresh where the state is compact
             return self._optimisers
         return {**self._optimisers, "lookahead": self._lookahead}
 
     @property
     def _can_be_saved(self) -> bool:
-        """Whether the state is one to go on from: with `compact_every`, where it has just been made compact."""
+        """Whether the state is one to resume from: with `compact_every`, where it has just been made compact."""
         epoch, number = divmod(self._step, self._per_epoch)
         return not self._c.compact_every or (number == 0 and self._is_compact(epoch))
 
@@ -240,7 +240,7 @@ class _Training:
 
     @torch.no_grad()
     def _compact(self) -> None:
-        """Rounds orthogonal maps to half precision, in which they are stored, and lets their momentum begin anew.
+        """Rounds orthogonal maps to half precision, in which they are stored, and lets their momentum start afresh.
 
         The next step brings them back to the manifold.
         """

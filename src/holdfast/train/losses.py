@@ -1,4 +1,4 @@
-"""What a training minimises: a sum of terms, each a small class."""
+"""What training minimises: a sum of terms, each a small class."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Loss(Chosen):
 
     @property
     def runs_again(self) -> bool:
-        """Whether it runs the model on something else than the pass did."""
+        """Whether it runs the model on something other than the pass did."""
         return self.differentiates
 
     @abstractmethod
@@ -202,7 +202,7 @@ class ContentFloor(Loss):
     Attributes:
         floor: of U; layers may share it as they like.
         of: "probabilities" takes the total variation between P and its mean over the batch; "output" the share of the
-            heads' output that comes from their difference; "logits" the length of what all logits, less their mean,
+            heads' output that comes from their difference; "logits" the length of what all logits, minus their mean,
             change by when every layer has the mean of its content scores over the batch instead. Only the last cannot
             be kept up without an effect on the answer.
     """

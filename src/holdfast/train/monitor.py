@@ -1,4 +1,4 @@
-"""Watches how smooth the attention of a model is while it trains, on a fixed batch of inputs."""
+"""Monitors how smooth a model's attention is while it trains, on a fixed batch of inputs."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ class MonitorRecord:
 class Monitor:
     """Measures every attention layer of a model on a fixed batch, at regular intervals of a training loop.
 
-    The probe runs in evaluation mode and without gradients; modes and random numbers of the training are put back.
+    The probe runs in evaluation mode and without gradients; the training's modes and random state are restored.
 
     Args:
         model: a model that `holdfast.trace` can trace.
         probe_batch: a tensor, a mapping of keyword arguments or a tuple of arguments. A few inputs are enough: the
             cost grows with their number.
-        every: steps between two measurements.
-        path: a file that gets one line of JSON for each record.
+        every: steps between measurements.
+        path: a file that gets one line of JSON per record.
         growth: factor above which the growth of a layer's constant is worth a warning …
         window: … over this number of records.
 

@@ -1,4 +1,4 @@
-"""What a training says while it runs, and what comes out of it."""
+"""What a training run reports while it runs, and its result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Epoch:
     Attributes:
         epoch: its number, from 1 on.
         loss: mean over the steps of the last one.
-        clean: accuracy on the inputs kept apart, or on some of the training inputs.
+        clean: accuracy on the held-out inputs, or on some of the training inputs.
         certified: there, by the estimate of the config.
         seconds: since the beginning of the training.
     """
@@ -33,15 +33,15 @@ class Epoch:
 @final
 @dataclass(frozen=True)
 class TrainingRun:
-    """What came out.
+    """The result of a training run.
 
     Attributes:
-        config: what was asked for.
+        config: of the training.
         model: as it is now; in evaluation mode.
         history: the measurements, in order.
         test: accuracies on the held-out split, and what attention makes of content; empty unless finished.
         finished: whether all epochs are done.
-        interrupted: whether a Ctrl-C ended it, not its time.
+        interrupted: whether Ctrl-C ended it, rather than the time limit.
         step: steps that are saved.
         steps: of the whole training.
         seconds: of training, over all starts.

@@ -1,4 +1,4 @@
-"""JaSMin on a model that nobody has to edit: the attention is watched while the model runs."""
+"""JaSMin on an unmodified model: the attention is watched while the model runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a training runs: by accelerate where it is installed, on several devices and machines; else by torch alone."""
+"""Where training runs: with accelerate, if installed, on several devices and machines; otherwise with torch alone."""
 
 from __future__ import annotations
 

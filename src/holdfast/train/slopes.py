@@ -1,7 +1,7 @@
 """How fast a margin can fall near an input: estimates that a loss can be differentiated through.
 
-None of them is a bound: power iteration stops early, and a gradient is taken at a few points of a ball. They steer a
-training and show how far it is; what holds is proved afterwards by `holdfast.certify`.
+None of them is a bound: power iteration stops early, and a gradient is taken at a few points of a ball. They steer
+training and show its progress; what holds is proved afterwards by `holdfast.certify`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class GainsSlope(MarginSlope):
 
     Attributes:
         radius: of the ball; 0 looks at the input alone.
-        sample: how many inputs of a batch attention is looked at; the mean of their gains then serves all of them. With
+        sample: how many inputs of a batch attention is examined; the mean of their gains then serves all of them. With
             0 every input has its own.
     """
 

@@ -1,4 +1,4 @@
-"""Settings from tables of a TOML file: typed, and a key that is not known names the nearest that is."""
+"""Settings from tables of a TOML file: typed, and the error for an unknown key names the nearest known one."""
 
 from __future__ import annotations
 

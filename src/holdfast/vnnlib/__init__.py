@@ -1,4 +1,4 @@
-"""Specifications in the language of the verification competition, and whether a network meets them."""
+"""Specifications in the verification competition's language, and whether a network meets them."""
 
 from holdfast.vnnlib.decide import Decision, Verdict, decide
 from holdfast.vnnlib.reader import read_specification

@@ -1,4 +1,4 @@
-"""Whether a network meets a specification: a proof, a counter-example, or neither in the time that was given."""
+"""Whether a network meets a specification: a proof, a counter-example, or neither within the time limit."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ Verdict = Literal["unsat", "sat", "unknown", "timeout"]
 @final
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """What was found.
+    """The verdict on a specification.
 
     Attributes:
         verdict: as the competition names it.
         x: the counter-example, where there is one.
         y: what the model returns there.
-        seconds: that it took, by the clock that was asked for.
+        seconds: the time it took, by the requested clock.
         parts: into how many the boxes were divided for the proof, where there is one.
         losses: what was taken off the smallest margin of the box that was proved or given up last, by name; empty
             where the proof was cut short or has no such account.
@@ -71,21 +71,21 @@ def decide(
     search: Search | None = None,
     seed: int = 0,
 ) -> Decision:
-    """Looks for a counter-example, then for a proof that there is none.
+    """Searches for a counter-example, then for a proof that there is none.
 
-    A counter-example counts if the model itself fulfils a case there: for an ONNX file, as onnxruntime executes it. A
+    A counter-example counts if the model itself satisfies a case there: for an ONNX file, as onnxruntime executes it. A
     proof is about the network in exact arithmetic.
 
     Args:
         model: a classifier that `to_network` reads, or a `Network`.
         specification: what `read_specification` returns.
         shape: of one input, whose numbers in a row are X_0, X_1, …; by default what an ONNX file says.
-        timeout: seconds; the proof runs in a process of its own, which is ended then, and may divide boxes into parts
-            as long as there is time. None for no limit, and no parts.
-        processor_time: counts the seconds that the processor works on this, on all cores together, instead of those on
-            the wall: what else the machine does then matters little.
-        search: how counter-examples are looked for.
-        seed: of everything random.
+        timeout: seconds; the proof runs in a process of its own, which is then ended, and may divide boxes into parts
+            while there is time. None for no limit, and no parts.
+        processor_time: count processor time, over all cores together, instead of wall time, so that other work on the
+            machine matters little.
+        search: how counter-examples are searched for.
+        seed: for everything random.
 
     Example:
         >>> decide(OnnxModel("model.onnx"), read_specification("property.vnnlib"), timeout=100).verdict

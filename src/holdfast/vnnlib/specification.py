@@ -25,7 +25,7 @@ class OutputCase:
 @final
 @dataclass(frozen=True, eq=False)
 class Box:
-    """Inputs between two corners, and the cases that count there.
+    """Inputs between two corners, and the cases that apply there.
 
     Attributes:
         lower: the least value of every input.
@@ -41,7 +41,7 @@ class Box:
 @final
 @dataclass(frozen=True, eq=False)
 class Specification:
-    """A counter-example is an input x of some box whose outputs fulfil one of the box's cases.
+    """A counter-example is an input x of some box whose outputs satisfy one of the box's cases.
 
     Attributes:
         inputs: how many numbers X_0, X_1, … the network takes.

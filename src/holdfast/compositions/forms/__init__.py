@@ -7,7 +7,7 @@ How others use it:
     forms.at(scale)                              # Lower: .least, .margins (classes), .losses by name
     forms.largest(precision)                     # about the largest scale at which all margins are positive
     margins_over_box(network, lower, upper)      # Lower: every margin between lower and upper ends, (n, d) each
-    margins_over_parts(network, lower, upper, seconds)   # the same, in .parts where one centre does not suffice
+    margins_over_parts(network, lower, upper, seconds)   # the same, in .parts if one centre does not suffice
 
 A margin that is positive proves that the prediction at the centre (`forms.prediction`) stands on the whole region.
 `refusal(network)` says why there is no proof for a network, or None.

@@ -10,17 +10,21 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from holdfast.clock import give_back_memory
 from holdfast.compositions.forms.derived import Derived
 from holdfast.compositions.forms.jets import Jets
 from holdfast.compositions.forms.local import Rests
 from holdfast.compositions.forms.normalised import Normalised
 from holdfast.compositions.forms.region import Region
 from holdfast.compositions.forms.walk import CentreWalk, Covectors
-from holdfast.errors import SoundnessError
+from holdfast.errors import MemoryLimitError, SoundnessError
+from holdfast.linalg.certified import GIB
+from holdfast.linalg.rounding import frobenius_upper
 
-_CHUNK = 2**20  # numbers of covectors that are treated together
-_ROOM = 2**25  # numbers of covectors at earlier places that are kept beside jets, about; others are made anew
+_CHUNK = 2**18  # numbers of covectors that are treated together
+_ROOM = 2**23  # numbers of covectors at earlier places that are kept beside jets, about; others are made anew
 _NUMBERS = 6e8  # of covectors at earlier places, beyond which functions are derived from normalisations
+_MEMORY = 8 * GIB
 _BUDGET = 2e10  # products for what a batch of covectors turns by
 
 
@@ -71,6 +75,7 @@ class Batches:
             self._prepare_with(self.jets)
         else:
             many = self._many()
+            self._check_memory(many)
             for i in walk.curved:
                 if many and self._follows(i):
                     self._derive(i)
@@ -101,10 +106,10 @@ class Batches:
         local, pulled, sights = self._walk.local(i), [], []
         C, error = local.covectors(self.tokens[i])
         self._parts[i] = []
-        for some in torch.split(C, self._together(i)):
+        for some in C.parts(self._together(i)):
             self._in_time()
             covectors = self._walk.pulled(some, i, self._region)
-            self._parts[i].append(self._part(covectors.at, len(some), len(some) / len(C)))
+            self._parts[i].append(self._part(covectors.at, len(some), len(some) / C.count))
             numbers = sum(self._walk.local(k).numbers for k in covectors.at)
             if local.attention is not None and local.attention.turns(numbers, _BUDGET):
                 sights.append({k: self._walk.local(k).seen(mu) for k, mu in covectors.at.items()})
@@ -126,6 +131,22 @@ class Batches:
             before += self._walk.places[i].u.numel() if local.attention is not None else int(local.scalars * share)
         return total > _NUMBERS
 
+    def _check_memory(self, many: bool) -> None:
+        """Refuses what would not fit: first-order rows, and what earlier places keep of covectors."""
+        need, kept = 0.0, 0
+        for i in self._walk.curved:
+            local = self._walk.local(i)
+            share = 1.0 if local.attention is not None else len(self.tokens[i]) / len(self._walk.places[i].u)
+            functions = local.scalars * share
+            need += functions * (8 * self._region.p + (0 if many and self._follows(i) else kept))
+            local.covectors(self.tokens[i])
+            kept += local.kept
+        if need > _MEMORY:
+            raise MemoryLimitError(
+                f"forms follows the numbers of {len(self._walk.curved)} places and needs about {need / GIB:.1f} GiB; "
+                f"it takes at most {_MEMORY / GIB:.0f} GiB: use gains, or perturb a later layer"
+            )
+
     def _follows(self, i: int) -> bool:
         """Whether a place takes the output of a normalisation, and of nothing else."""
         members = next(stage[0] for stage in self._walk.stages if i in stage[0])
@@ -136,9 +157,10 @@ class Batches:
         self._in_time()
         local, norm, defect = self._walk.local(i), self._walk.local(i - 1), self._walk.places[i - 1].defect
         assert isinstance(norm, Normalised)
-        self.derived[i] = derived = Derived(local, norm, self.tokens[i], local.stride, defect)
-        self.suprema[i], self._sights[i] = self._region.supremum(derived.X), {}
-        local.place(derived.X, self.suprema[i])
+        self.derived[i] = derived = Derived(local, norm, self.tokens[i], defect)
+        X = derived.X
+        self.suprema[i], self._sights[i] = self._region.supremum(X), {}
+        local.place(X, self.suprema[i])
 
     def _place(self, i: int, pulled: list[Covectors], error: Tensor) -> None:
         functions = Covectors.joined(pulled)
@@ -149,19 +171,24 @@ class Batches:
         """First the orders of all functions; then, when their tensors are gone, what earlier places make of these."""
         for i in self._walk.curved:
             C, error = self._walk.local(i).covectors(self.tokens[i])
-            parts = torch.split(C, self._together(i))
-            self._place(i, [self._walk.pulled(some, i, self._region).without_places() for some in parts], error)
-            jets.reach(i, C, error)
+            parts, lengths = [], []
+            for some in C.parts(self._together(i)):
+                lengths.append(frobenius_upper(some))
+                parts.append(self._walk.pulled(some, i, self._region).without_places())
+            self._place(i, parts, error)
+            jets.reach(i, torch.cat(lengths), error)
             self._sights[i] = {}
+            give_back_memory()
         jets.finish()
+        give_back_memory()
         room = float(_ROOM)
         for i in self._walk.curved:
             numbers = sum(self._walk.local(k).numbers for k in self._walk.curved if k < i)
             C, _ = self._walk.local(i).covectors(self.tokens[i])
             self._parts[i] = []
-            for some in torch.split(C, self._together(i)):
+            for some in C.parts(self._together(i)):
                 room -= len(some) * numbers
-                self._parts[i].append(self._made(i, some, len(C)) if room > 0 else None)
+                self._parts[i].append(self._made(i, some, C.count) if room > 0 else None)
 
     def _made(self, i: int, some: Tensor, count: int) -> BatchPart:
         """What earlier places make of some of the functions of a place."""
@@ -176,8 +203,8 @@ class Batches:
             yield from (part for part in parts if part is not None)
             return
         C, _ = self._walk.local(i).covectors(self.tokens[i])
-        for part, some in zip(parts, torch.split(C, self._together(i)), strict=True):
-            yield self._made(i, some, len(C)) if part is None else part
+        for part, index in zip(parts, torch.split(torch.arange(C.count), self._together(i)), strict=True):
+            yield self._made(i, C.made(index), C.count) if part is None else part
 
     def _prepare_outputs(self) -> None:
         """Where covectors at an attention's output vary, every coordinate of it counts by its own rest."""

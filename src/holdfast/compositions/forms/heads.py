@@ -1,7 +1,7 @@
 """Attention at some of its rows: its second order, and a rest in which these rows, all heads and keys share a budget.
 
 For a head and a row i let m be a covector at the head's output, E the mean over keys under p_i, g_j = m·(v_j - E[v]),
-n_j = m·(Δv_j - E[Δv]), t_j = ℓ_j + b_j the change of the logits less its mean, ℓ linear and b = q_δ·(k_δj - E[k_δ])
+n_j = m·(Δv_j - E[Δv]), t_j = ℓ_j + b_j the change of the logits minus its mean, ℓ linear and b = q_δ·(k_δj - E[k_δ])
 bilinear in δ, and α_j = e^{t_j} - 1 - t_j >= 0. Then (docs/math/forms.md, section 5)
 
     ⟨m, e⟩ = Q₂ + E[b n] + E[(α - ½t²) g] + E[(ℓb + ½b²) g] + E[α n] - N E[α]/(1 + E[α]),
@@ -93,8 +93,8 @@ class HeadRows:
         inner, own, value_gram, crossed = [], [], [], []
         for i in range(count):
             centred = _centred_gram(gram, p[:, i], seen[:, i])  # (h, j, k, l, m)
-            inner.append(centred.square().sum((2, 4)).sqrt() + 16 * theta * largest_k.square())
-            own.append(torch.einsum("hjkjm->hjkm", centred))
+            inner.append(torch.linalg.vector_norm(centred, dim=(2, 4)) + 16 * theta * largest_k.square())
+            own.append(torch.einsum("hjkjm->hjkm", centred).clone())  # no view, which would keep all of it
             at_row = mixed[:, i] - torch.einsum("hj,hkjm->hkm", p[:, i], mixed[:, i]).unsqueeze(2)
             crossed.append(at_row.transpose(1, 2) * seen[:, i, :, None, None])  # (h, j, k, m)
             mean = torch.einsum("hj,hjklm->hklm", p[:, i], across)  # E[V] with every V: (h, k, l, m)
@@ -117,7 +117,7 @@ class HeadRows:
         self._values = values
 
     def centred_keys(self, i: int) -> Tensor:
-        """(h, j, k, p) the rows of keys less their mean, as row i sees them."""
+        """(h, j, k, p) the rows of keys minus their mean, as row i sees them."""
         p, seen = self.soft.p[:, i], self.soft.seen[:, i]
         return (self._K - torch.einsum("hj,hjkp->hkp", p, self._K).unsqueeze(1)) * seen[..., None, None]
 
@@ -403,7 +403,7 @@ class HeadRows:
     def _apart(self, on_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Σ w_ij |b_ij| by weights on ‖q_i‖² (S, h, i) and ‖k_ij‖² (S, h, i, j) to first order, and numbers (S).
 
-        |b_ij| <= (κ‖q_i‖² + ‖k_ij‖²/κ)/2, where k_ij is less its mean.
+        |b_ij| <= (κ‖q_i‖² + ‖k_ij‖²/κ)/2, where k_ij is minus its mean.
         """
         ratio = self._key.amax(-1) / self._query.clamp(min=_SMALL)  # (h, i)
         usable = (self._query > 0) & (ratio > 0)
@@ -420,11 +420,15 @@ class HeadRows:
 
 
 def _centred_gram(gram: Tensor, p: Tensor, seen: Tensor) -> Tensor:
-    """Inner products (h, j, k, l, m) of vectors less their mean, from those of the vectors; p and seen are (h, j)."""
+    """Inner products (h, j, k, l, m) of vectors minus their mean, from those of the vectors; p and seen are (h, j)."""
     mean = torch.einsum("hj,hjklm->hklm", p, gram)  # E with every one
     twice = torch.einsum("hl,hklm->hkm", p, mean)
-    centred = gram - mean.unsqueeze(1) - mean.permute(0, 2, 3, 1).unsqueeze(3) + twice[:, None, :, None, :]
-    return centred * (seen[:, :, None, None, None] * seen[:, None, None, :, None])
+    centred = gram - mean.unsqueeze(1)
+    centred -= mean.permute(0, 2, 3, 1).unsqueeze(3)
+    centred += twice[:, None, :, None, :]
+    if not bool(seen.all()):
+        centred *= seen[:, :, None, None, None] * seen[:, None, None, :, None]
+    return centred
 
 
 def _take_squares(problem: Problem, rows: Tensor, weights: Tensor, reach: Tensor) -> None:

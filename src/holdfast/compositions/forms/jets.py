@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from holdfast.clock import give_back_memory
 from holdfast.compositions.forms.local import NARROW, THETA, SmoothLocal, second_lengths, token_lengths
 from holdfast.compositions.forms.region import Region
 from holdfast.compositions.forms.third import Triples
@@ -33,7 +34,7 @@ _PRODUCTS = 2e11  # for the norms of all functions' second orders, at most
 _TWISTS = 3e9  # numbers of all functions' third orders, at most
 _CHUNK = 2**20
 _SQUARINGS = 2
-_TRIPLES = 256  # or pairs, that are looked at together
+_TRIPLES = 256  # or pairs, that are examined together
 
 
 @final
@@ -70,14 +71,13 @@ class Jets:
         fits = region.p * (region.p + 1) // 2 * widest <= _NUMBERS
         return fits and functions * 2.0 * (_SQUARINGS + 1) * region.p**3 <= _PRODUCTS
 
-    def reach(self, i: int, covectors: Float64[Tensor, "K n d"], error: Tensor) -> None:
-        """Goes on to place i, whose functions are these covectors, rounded by `error`."""
+    def reach(self, i: int, lengths: Float64[Tensor, " K"], error: Tensor) -> None:
+        """Goes on to place i, whose functions are covectors of these lengths, rounded by `error`."""
         place, T = next(self._steps)
         assert place == i
         # Functions are computed in another order than by their covectors, within this of ‖T‖.
-        lengths = frobenius_upper(covectors)
         self._accuracy[i], self._longest[i] = 4 * error + 8 * THETA * lengths, float(lengths.amax())
-        self._kept[i] = seen = torch.zeros(len(covectors), len(self._directions.first), dtype=torch.float32)
+        self._kept[i] = seen = torch.zeros(len(lengths), len(self._directions.first), dtype=torch.float32)
         error = self._accuracy[i] * self._sizes[0, i]
         if T is not None:
             for part in torch.split(torch.arange(len(T)), _TRIPLES):
@@ -172,12 +172,12 @@ class Jets:
         """Third orders, some triples after the others; squares of all norms are added."""
         walk, twists = self._walk, {}
         for i in list(self._kept):
-            second = self._kept.pop(i)
             size = float(self._sizes[0, i]) * self._longest[i] * (1 + 1e-9)
-            twists[i], self._defects[1, i] = self._local(i).third_order(second, size, self._directions)
+            twists[i], self._defects[1, i] = self._local(i).third_order(self._kept.pop(i), size, self._directions)
         squares = {i: torch.zeros(len(x), dtype=torch.float64) for i, x in self.second.items()}
         sizes, defects = torch.zeros_like(self._sizes)
         some = (Triples.parts(q, self._directions, _TRIPLES) for q in range(self._directions.p))
+        give_back_memory()
         for triples in itertools.chain.from_iterable(some):
             self._in_time()
             count = triples.count

@@ -47,7 +47,7 @@ _kinds: dict[type[Piece], Kind] = {
     WindowMax: lambda piece, u: Kinks(u, Windows(piece, u), Relu.all_slopes),
 }
 
-#: What of a piece of a kind has no forms all the same, or None.
+#: What prevents forms for a piece of a kind that otherwise has them, or None.
 _exceptions: dict[type[Piece], Callable[[Any], str | None]] = {
     Attention: lambda piece: _beyond(piece.layer),
     KinkedMlp: lambda piece: None if bent_at_zero(piece.activation) else "this activation",

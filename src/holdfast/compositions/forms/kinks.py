@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms.local import Local, Problem, Rests, Size
+from holdfast.compositions.forms.local import Local, Named, Problem, Rests, Size
 from holdfast.compositions.forms.suprema import Squares, hinges, worth
 from holdfast.compositions.forms.units import Links, Written
 from holdfast.layers.activation.base import Activation
@@ -77,6 +77,10 @@ class Kinks(Local):
     def numbers(self) -> int:
         return len(self._tokens) * self.stride
 
+    @property
+    def kept(self) -> int:
+        return 8 * self.numbers
+
     def touched(self, tokens: Tensor) -> Tensor:
         return self._wiring.touched(tokens)
 
@@ -84,14 +88,20 @@ class Kinks(Local):
         low, high = torch.tensor(self._sides, dtype=torch.float64)
         return self._wiring.pull(C, Ball.exact(torch.where(self.positive, high, low)))
 
-    def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def covectors(self, tokens: Tensor) -> tuple[Named, Tensor]:
         self._tokens = tokens
         self._side = torch.where(self.positive[tokens], -1.0, 1.0).double().flatten()
         t = self._t[tokens]
         self._distance = down(t.mid.abs() - t.rad).flatten()  # may be negative, by no more than rounding
         self._farthest = up(t.mid.abs() + t.rad).flatten()
-        C = self._wiring.functions(tokens, len(self.u))
-        return C, torch.zeros(len(C), dtype=torch.float64)
+        C = self._wiring.covectors(tokens, len(self.u))
+        return C, torch.zeros(C.count, dtype=torch.float64)
+
+    def functions(self, T: Tensor) -> Tensor:
+        return self._wiring.functions(self._tokens, T)
+
+    def most(self, y: Tensor) -> Tensor:
+        return self._wiring.most(self._tokens, y)
 
     def place(self, X: Tensor, first: Tensor) -> None:
         self._x, self._first = X * self._side.unsqueeze(-1), first

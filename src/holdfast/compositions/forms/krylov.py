@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _MOST = 80  # steps
-_LOOK = 5  # after so many the residual is looked at
+_LOOK = 5  # after so many the residual is examined
 _ACCURACY = 1e-4  # of the gradient, where the steps end
 _BISECTIONS = 60
 _EXTREME = 40  # steps to the extreme eigenvalues

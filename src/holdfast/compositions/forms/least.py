@@ -62,7 +62,7 @@ class Least:
 
 @final
 class Minorant:
-    """What is known of one margin over a region.
+    """What is known about one margin over a region.
 
     Kinks are bounded by parabolas whose free parameters are improved step by step: one that touches its kink at the
     last least point costs nothing there. The best of all steps is proved; any parameters are sound. In a cube kinks

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
+from jaxtyping import Float64
 from torch import Tensor
 
 from holdfast.compositions.forms.region import Region
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 #: Of triples of directions, what a third order is there.
 Twist = Callable[["Triples"], Tensor]
+
+_CHUNK = 2**20
 
 LONGEST = 2**14  # terms of an inner product
 NARROW = 2.0**-23  # of the length of numbers for pairs q <= r: more than what float32 takes of all ordered pairs
@@ -34,7 +37,8 @@ def token_lengths(T: Tensor) -> Tensor:
 
 def second_lengths(second: Tensor) -> Tensor:
     """(K) the lengths of second orders (K, pairs) in float32, and more than what that takes of very small numbers."""
-    lengths: Tensor = torch.linalg.vector_norm(second, dim=-1, dtype=torch.float64)
+    parts = torch.split(second, max(1, _CHUNK // max(1, second.shape[-1])))  # each of which is copied in float64
+    lengths = torch.cat([torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64) for part in parts])
     return lengths * (1 + 1e-9) + 1e-30
 
 
@@ -177,6 +181,29 @@ class Problem:
         return parts
 
 
+@final
+@dataclass(frozen=True)
+class Named:
+    """Linear functions of δ (n, d), as covectors that are made where they are asked for.
+
+    Attributes:
+        count: K.
+        made: of indices, (…, n, d).
+    """
+
+    count: int
+    made: Callable[[Tensor], Tensor]
+
+    def parts(self, together: int) -> Iterator[Tensor]:
+        """All of them, so many at a time."""
+        return map(self.made, torch.split(torch.arange(self.count), together))
+
+    @property
+    def whole(self) -> Float64[Tensor, "K n d"]:
+        """All of them at once."""
+        return self.made(torch.arange(self.count))
+
+
 class Local(ABC):
     """A piece at ũ, (n, d). Its rest depends on δ through the functions of δ that `covectors` names.
 
@@ -205,6 +232,11 @@ class Local(ABC):
         """M, how many numbers `seen` gives of a covector."""
 
     @property
+    @abstractmethod
+    def kept(self) -> int:
+        """Bytes of a covector that `prepare` keeps, about."""
+
+    @property
     def attention(self) -> Softmax | None:
         """The softmax attention that this is, or holds."""
         return None
@@ -218,11 +250,19 @@ class Local(ABC):
         """Aᵀ applied to covectors (K, n, c) at the output, and (K) bounds of what rounding did to them."""
 
     @abstractmethod
-    def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def covectors(self, tokens: Tensor) -> tuple[Named, Tensor]:
         """Functions (K, n, d) of δ on which the rest of these output tokens depends, and (K) what they were rounded by.
 
         Covectors at the output vanish at all other tokens.
         """
+
+    @abstractmethod
+    def functions(self, T: Tensor) -> Tensor:
+        """The functions that `covectors` has named, of (m, n, d), as (K, m)."""
+
+    @abstractmethod
+    def most(self, y: Tensor) -> Tensor:
+        """(K) bounds of these functions where no entry of δ exceeds that of y (n, d): Σ |c| y, or a bit more."""
 
     @abstractmethod
     def place(self, X: Tensor, first: Tensor) -> None:
@@ -284,10 +324,6 @@ class SmoothLocal(Local):
 
         The number is a bound of what rounding did to it, for ‖b‖ <= 1.
         """
-
-    @abstractmethod
-    def functions(self, T: Tensor) -> Tensor:
-        """The functions that `covectors` has named, of (m, n, d), as (K, m)."""
 
     def meet(self, degree: int, order: Tensor, count: Tensor, unsure: float, directions: Directions) -> None:
         """Takes notice of its functions' second order (K, pairs) in float32, or of a part (K, triples) of the third.

@@ -21,6 +21,7 @@ from torch import Tensor
 from holdfast.compositions.forms.local import (
     NARROW,
     THETA,
+    Named,
     Problem,
     Rests,
     Size,
@@ -31,7 +32,6 @@ from holdfast.compositions.forms.local import (
 )
 from holdfast.compositions.forms.suprema import QuadraticSums, Squares, worth
 from holdfast.compositions.forms.third import TokenOrders, Triples
-from holdfast.compositions.forms.units import spread
 from holdfast.layers.norm.piece import Normalisation
 from holdfast.linalg import Ball
 from holdfast.linalg.directions import Directions
@@ -99,6 +99,10 @@ class Normalised(SmoothLocal):
     def numbers(self) -> int:
         return len(self._tokens) * self.u.shape[-1]
 
+    @property
+    def kept(self) -> int:
+        return 4 * self.numbers
+
     def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
         return self._piece.pull(self.u, C), frobenius_upper(C) * (8 * self._theta * self._pull_size)
 
@@ -148,16 +152,26 @@ class Normalised(SmoothLocal):
         kept = torch.linalg.vector_norm(8 * lengths * (torch.linalg.vector_norm(own_w, dim=-1) + own_a))
         return at, (16 * self._theta * float(total) + NARROW * float(kept)) * self._largest * (1 + 1e-9)
 
-    def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def covectors(self, tokens: Tensor) -> tuple[Named, Tensor]:
         """The coordinates of w and then a, of every token."""
         self._tokens = tokens
         n, d = self.u.shape
-        eye = self._piece.centred(torch.eye(d, dtype=torch.float64))
-        C = spread(eye, tokens, n).reshape(len(tokens), d, n, d) * self._c[tokens].reshape(-1, 1, 1, 1)
-        along = torch.zeros(len(tokens), n, d, dtype=torch.float64)
-        along[torch.arange(len(tokens)), tokens] = self._n[tokens] * self._c[tokens]
+        coordinates = self._c[tokens].unsqueeze(-1) * self._piece.centred(torch.eye(d, dtype=torch.float64))
+        rows = torch.cat([coordinates.flatten(0, 1), self._n[tokens] * self._c[tokens]])
+        at = torch.cat([tokens.repeat_interleave(d), tokens])
+
+        def made(index: Tensor) -> Tensor:
+            C = torch.zeros(len(index), n, d, dtype=torch.float64)
+            C[torch.arange(len(index)), at[index]] = rows[index]
+            return C
+
         error = 4 * self._theta * self._c[tokens].squeeze(-1)
-        return torch.cat([C.flatten(0, 1), along]), torch.cat([error.repeat_interleave(d), error])
+        return Named(len(rows), made), torch.cat([error.repeat_interleave(d), error])
+
+    def most(self, y: Tensor) -> Tensor:
+        size, n, c = y[self._tokens], self._n[self._tokens], self._c[self._tokens]
+        eye = self._piece.centred(torch.eye(y.shape[-1], dtype=torch.float64)).abs()
+        return torch.cat([((size @ eye) * c).flatten(), (size * n.abs() * c).sum(-1)]) * (1 + 1e-9)
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(i, d, …) of w and (i, …) of a."""
@@ -167,14 +181,11 @@ class Normalised(SmoothLocal):
     def place(self, X: Tensor, first: Tensor) -> None:
         self._W, self._A = W, A = self._split(X)
         self._first = self._split(first)
-        count, d, width = W.shape
-        flat = W.reshape(-1, width)
+        count, d, _ = W.shape
         self._length, self._norm = torch.linalg.matrix_norm(W) * (1 + 1e-12), thin_gram_norm(W, 3)
         self._lengths = torch.linalg.vector_norm(A, dim=-1) * (1 + 1e-12)
         token = torch.arange(count)
-        self._squares = Squares(
-            torch.cat([flat, A]), torch.cat([token, token]), torch.cat([token.repeat_interleave(d), count + token])
-        )
+        self._squares = Squares(X, torch.cat([token, token]), torch.cat([token.repeat_interleave(d), count + token]))
         self._gram = W @ W.mT
 
     @cached_property

@@ -1,8 +1,8 @@
 """Boxes in parts: where one centre fails, both halves of the box may hold.
 
-Margins that are positive on every part are positive on the box. A part is halved along the coordinate that counts most
-in it. In many dimensions a half is hardly smaller than the whole, and no number of halves helps: the search ends as
-soon as what the last halving gained does not promise a proof in the time that is left.
+Margins that are positive on every part are positive on the box. A part is halved along its main coordinate.
+In many dimensions a half is hardly smaller than the whole, and no number of halves helps: the search ends as soon as
+what the last halving gained does not promise a proof in the time that is left.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def margins_over_parts(
         network: the classifier.
         lower: (n, d) lower ends of the input's coordinates.
         upper: (n, d) upper ends.
-        seconds: no part is begun that is not likely to be the last before them.
+        seconds: no part is begun that is unlikely to finish within them.
         clock: tells the time, in seconds.
 
     Returns:

@@ -15,10 +15,20 @@ from typing import final
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms.local import NARROW, THETA, Problem, Rests, Size, SmoothLocal, Twist, second_lengths
+from holdfast.compositions.forms.local import (
+    NARROW,
+    THETA,
+    Named,
+    Problem,
+    Rests,
+    Size,
+    SmoothLocal,
+    Twist,
+    second_lengths,
+)
 from holdfast.compositions.forms.suprema import QuadraticSums, worth
 from holdfast.compositions.forms.third import Triples
-from holdfast.compositions.forms.units import Wiring, Written, spread
+from holdfast.compositions.forms.units import Wiring, Written
 from holdfast.layers.activation.base import SmoothActivation
 from holdfast.linalg import Ball
 from holdfast.linalg.directions import Directions
@@ -26,7 +36,7 @@ from holdfast.linalg.rounding import down, up
 
 _TOGETHER = 1024  # units whose second orders may cancel in a scalar; those of one token always do
 _SMALL = 1e-100
-_CHUNK = 2**22
+_CHUNK = 2**20
 _TINY = 1e-37  # what float32 takes of a number that is too small for it
 
 
@@ -63,7 +73,7 @@ class SmoothUnits(SmoothLocal):
 
     @property
     def longest(self) -> int:
-        return self.scalars
+        return max(self.stride, _TOGETHER)  # larger matrices of squares have an allowance of their own
 
     @property
     def stride(self) -> int:
@@ -72,6 +82,10 @@ class SmoothUnits(SmoothLocal):
     @property
     def numbers(self) -> int:
         return len(self._tokens) * self.stride
+
+    @property
+    def kept(self) -> int:
+        return 4 * self.numbers
 
     def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
         return self._wiring.pull(C, self._slopes)
@@ -92,7 +106,10 @@ class SmoothUnits(SmoothLocal):
         return torch.cat(out), 32 * THETA * float(torch.linalg.vector_norm(sizes))
 
     def functions(self, T: Tensor) -> Tensor:
-        return (T[:, self._tokens] @ self._wiring.read().mT).flatten(1).mT
+        return self._wiring.functions(self._tokens, T)
+
+    def most(self, y: Tensor) -> Tensor:
+        return self._wiring.most(self._tokens, y)
 
     def third_order(self, second: Tensor, size: float, directions: Directions) -> tuple[Twist, float]:
         (n, units), x = self._t.mid.shape, self._x
@@ -110,7 +127,7 @@ class SmoothUnits(SmoothLocal):
         total, kept = (torch.linalg.vector_norm((x * lengths) @ self._wiring.lengths()) for x in (sizes, own))
         return at, 32 * THETA * float(total) + NARROW * float(kept)
 
-    def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def covectors(self, tokens: Tensor) -> tuple[Named, Tensor]:
         self._tokens = tokens
         t = self._t[tokens].reshape(-1)
         self._low, self._high = t.lower, t.upper
@@ -118,8 +135,8 @@ class SmoothUnits(SmoothLocal):
         self._turn = self._phi.derivative(3, Ball.exact(t.mid)).mid
         own = self._phi.derivative(2, t)
         self._unsure = up((own.mid - self._bend).abs() + own.rad)  # of the second derivative at t
-        C = spread(self._wiring.read(), tokens, len(self.u))
-        return C, torch.zeros(len(C), dtype=torch.float64)
+        C = self._wiring.covectors(tokens, len(self.u))
+        return C, torch.zeros(C.count, dtype=torch.float64)
 
     def place(self, X: Tensor, first: Tensor) -> None:
         self._x, self._first = X, first

@@ -16,6 +16,7 @@ from holdfast.compositions.forms.heads import HeadRows
 from holdfast.compositions.forms.local import (
     NARROW,
     THETA,
+    Named,
     Problem,
     Rests,
     Size,
@@ -91,6 +92,10 @@ class Softmax(SmoothLocal):
         return len(self._rows) * self._w_o.shape[-1]
 
     @property
+    def kept(self) -> int:
+        return 8 * self.numbers + 12 * self._h * len(self._rows) * len(self.u)
+
+    @property
     def attention(self) -> Softmax:
         return self
 
@@ -142,37 +147,61 @@ class Softmax(SmoothLocal):
         total = self._value * on_g + 2 * (logits**2 + 2 * q * k + many) * v + logits * many
         own = float(torch.linalg.vector_norm(second_lengths(second)))
         kept = own * (2 * self._value * (q + k + logits) + 2 * v + logits)
+        kept += 2 * self._value * logits * twists.grown + v * twists.carried
         return at, (64 * self._theta * total + NARROW * kept) * self._outer * (1 + 1e-9)
 
-    def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def covectors(self, tokens: Tensor) -> tuple[Named, Tensor]:
         """Queries of the rows, keys, values and centred logits."""
         self._rows = tokens
-        n, d = self.u.shape
+        n = len(self.u)
         h, _, k = self._w_v.shape
         rows = len(tokens)
         self._shapes = [(rows, h, k), (n, h, k), (n, h, k), (rows, h, n)]  # all of a token one after the other
-        p = self._p[:, tokens]
-        centred_k = self._k.unsqueeze(1) - (p @ self._k).unsqueeze(2)  # (h, i, j, k)
-        q = torch.zeros(h, rows, k, n, d, dtype=torch.float64)
-        q[:, torch.arange(rows), :, tokens] = self._w_q[:, tokens].mT.transpose(0, 1)
-        keys, values = torch.zeros(2, h, n, k, n, d, dtype=torch.float64)
-        every = torch.arange(n)
-        keys[:, every, :, every] = self._w_k.mT.transpose(0, 1)
-        values[:, every, :, every] = self._w_v.mT.unsqueeze(0)
-        by_key = torch.einsum("hik,hjdk->hijd", self._q[:, tokens], self._w_k)
-        apart = torch.eye(n, dtype=torch.float64) - p.unsqueeze(2)  # (h, i, j, j')
-        logits = apart.unsqueeze(-1) * by_key.unsqueeze(2)
-        by_query = torch.einsum("hijk,hidk->hijd", centred_k, self._w_q[:, tokens])
-        logits[:, torch.arange(rows), :, tokens] += by_query.movedim(1, 0)
-        C = torch.cat([part.transpose(0, 1).reshape(-1, n, d) for part in (q, keys, values, logits)])
+        counts = [a * b * c for a, b, c in self._shapes]
         sizes = list(self._map_sizes())
         largest_q, largest_k = (float(torch.linalg.vector_norm(x, dim=-1).amax()) for x in (self._q, self._k))
         sizes.append(2 * sizes[0] * largest_k + 2 * sizes[1] * largest_q)
-        counts = [part.numel() for part in (q[..., 0, 0], keys[..., 0, 0], values[..., 0, 0], logits[..., 0, 0])]
         error = torch.cat(
             [torch.full((c,), 4 * self._theta * s, dtype=torch.float64) for c, s in zip(counts, sizes, strict=True)]
         )
-        return C, error
+        # (h, i, j, d) of the row's token and of every key, before centring: q_δ·(k_j - E[k]) and q·k_δj.
+        centred_k = self._k.unsqueeze(1) - (self._p[:, tokens] @ self._k).unsqueeze(2)  # (h, i, j, k)
+        by_query = torch.einsum("hijk,hidk->hijd", centred_k, self._w_q[:, tokens])
+        self._logit_maps = by_query, torch.einsum("hik,hjdk->hijd", self._q[:, tokens], self._w_k)
+        return Named(sum(counts), self._made), error
+
+    def _made(self, index: Tensor) -> Tensor:
+        """Some of the covectors, (…, n, d)."""
+        C, begin = torch.zeros(len(index), *self.u.shape, dtype=torch.float64), 0
+        by_query, by_key = self._logit_maps
+        for kind, (count, h, size) in enumerate(self._shapes):
+            own = ((begin <= index) & (index < begin + count * h * size)).nonzero().squeeze(-1)
+            place, begin = index[own] - begin, begin + count * h * size
+            token, head, entry = place // (h * size), place // size % h, place % size
+            if kind == 0:
+                C[own, self._rows[token]] = self._w_q[head, self._rows[token], :, entry]
+            elif kind == 1:
+                C[own, token] = self._w_k[head, token, :, entry]
+            elif kind == 2:
+                C[own, token] = self._w_v[head, :, entry]
+            else:
+                apart = -self._p[head, self._rows[token]]
+                apart[torch.arange(len(own)), entry] += 1
+                C[own] = apart.unsqueeze(-1) * by_key[head, token]
+                C[own, self._rows[token]] += by_query[head, token, entry]
+        return C
+
+    def most(self, y: Tensor) -> Tensor:
+        by_query, by_key = (part.abs() for part in self._logit_maps)
+        p = self._p[:, self._rows]
+        q = torch.einsum("id,hidk->hik", y[self._rows], self._w_q[:, self._rows].abs())
+        k = torch.einsum("jd,hjdk->hjk", y, self._w_k.abs())
+        v = torch.einsum("jd,hdk->hjk", y, self._w_v.abs())
+        keys = torch.einsum("hijd,jd->hij", by_key, y)
+        others = (p * keys).sum(-1, keepdim=True) - p * keys
+        logits = torch.einsum("hijd,id->hij", by_query, y[self._rows]) + (1 - p).clamp(min=0.0) * keys
+        logits = logits + others.clamp(min=0.0) + 1e-12 * keys.amax(-1, keepdim=True)
+        return torch.cat([part.transpose(0, 1).flatten() for part in (q, k, v, logits)]) * (1 + 1e-9)
 
     def _map_sizes(self) -> tuple[float, float, float]:
         """Bounds of the maps to queries and keys at every token, and to values."""

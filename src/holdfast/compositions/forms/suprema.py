@@ -14,7 +14,7 @@ from holdfast.linalg.squarings import gram_norm, thin_gram_norm
 _CHUNK = 2**18
 _GROUP = 6  # hinges whose subsets are all tried
 _CUBE_GROUP = 6  # the same in a cube, where a subset costs more
-_SHARPER, _ROUNDS = 8, 3  # subsets of a group that are looked at in the cube, and how often
+_SHARPER, _ROUNDS = 8, 3  # subsets of a group that are examined in the cube, and how often
 _REST = 0.02  # a share that is not worth another group
 _LARGE = 1024  # rows from which on their norm is bounded with less care
 
@@ -73,6 +73,8 @@ class Squares:
         if self._count == 0:
             return most
         large = worth(most, enough)
+        if not len(large):  # a split of nothing would have one part, and ask for all inner products
+            return most
         for part in torch.split(large, max(1, _CHUNK // weights.shape[-1])):
             joint = self._most(weights[part]) * (radius * radius * (1 + 1e-10))
             most[part] = torch.minimum(most[part], joint)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from holdfast.compositions.forms.covered import Covered, Four
 from holdfast.compositions.forms.heads import HeadRows
-from holdfast.compositions.forms.local import THETA
+from holdfast.compositions.forms.local import THETA, second_lengths
 from holdfast.linalg.directions import Directions
 
 _NARROW = 2.0**-22  # what float32 takes of a number, and more
@@ -122,28 +122,32 @@ class HeadTwists:
     Args:
         heads: all rows.
         second: (…, pairs) of queries, keys, values and logits, in float32.
+
+    Attributes:
+        grown, carried: lengths of what stands beside ℓ and beside the values' first order, which is kept in float32.
     """
 
     def __init__(self, heads: HeadRows, second: Four, directions: Directions) -> None:
-        self._heads, self._second = heads, second
+        self._heads, self._second = heads, second[:3]
         first, other = directions.first, directions.second
         p, (Q, _, _, L) = heads.soft.p, heads.rows
-        weights = p.unsqueeze(-1)
-        pairs = []
+        self._grown, self._carried = torch.empty(2, *L.shape[:3], len(first), dtype=torch.float32)
         for i in range(L.shape[1]):
-            centred = heads.centred_keys(i)
-            bent = torch.einsum("hkp,hjkq->hjpq", Q[:, i], centred)
-            pairs.append((bent[..., first, other] + bent[..., other, first]) / 2)
-        bent = torch.stack(pairs, 1) + second[3]  # b + ℓ₂
-        squares = L[..., first] * L[..., other]
-        self._grown = bent + squares / 6 - (weights * squares).sum(2, keepdim=True) / 2
-        bent += squares / 2
-        self._carried = weights * (bent - (weights * bent).sum(2, keepdim=True))
-        self._spread = (weights * heads.soft.spread).mT.contiguous()  # (h, i, k, j)
+            weights, logits = p[:, i].unsqueeze(-1), L[:, i]
+            bent = torch.einsum("hkp,hjkq->hjpq", Q[:, i], heads.centred_keys(i))
+            both = (bent[..., first, other] + bent[..., other, first]) / 2 + second[3][:, i]  # b + ℓ₂
+            squares = logits[..., first] * logits[..., other]
+            self._grown[:, i] = both + squares / 6 - (weights * squares).sum(1, keepdim=True) / 2
+            both += squares / 2
+            self._carried[:, i] = weights * (both - (weights * both).sum(1, keepdim=True))
+        self.grown, self.carried = (
+            float(torch.linalg.vector_norm(second_lengths(x.flatten(0, 2)))) for x in (self._grown, self._carried)
+        )
+        self._spread = (p.unsqueeze(-1) * heads.soft.spread).mT.contiguous()  # (h, i, k, j)
 
     def at(self, t: Triples) -> Tensor:
         """(h, i, k, triples) three times the symmetric coefficients of the heads' outputs."""
-        (Q, K, V, L), (Q2, K2, V2, _) = self._heads.rows, self._second
+        (Q, K, V, L), (Q2, K2, V2) = self._heads.rows, self._second
         q, p, carried = t.q, self._heads.soft.p, self._carried
 
         def crossed(first: slice, pairs: Tensor) -> Tensor:
@@ -152,7 +156,7 @@ class HeadTwists:
             return made
 
         def in_values(first: slice, pairs: Tensor) -> Tensor:
-            made = torch.einsum("hijs,hjkr->hikrs", carried[..., pairs], V[..., first])
+            made = torch.einsum("hijs,hjkr->hikrs", carried[..., pairs].double(), V[..., first])
             made += torch.einsum("hijr,hjks->hikrs", p.unsqueeze(-1) * L[..., first], V2[..., pairs].double())
             return made
 
@@ -162,7 +166,7 @@ class HeadTwists:
         on += t.symmetric(crossed) + t.added(L, self._grown)
         out = self._spread @ on
         # (b + ℓ₂ + ½ℓ²) times the values' first order, ℓ times their second
-        out += torch.einsum("hijm,hjk->hikm", carried[..., t.rs], V[..., q])
+        out += torch.einsum("hijm,hjk->hikm", carried[..., t.rs].double(), V[..., q])
         out += torch.einsum("hij,hjkm->hikm", p * L[..., q], V2[..., t.rs].double())
         out += t.symmetric(in_values)
         return out

@@ -13,7 +13,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms.local import THETA, token_lengths
+from holdfast.compositions.forms.local import THETA, Named, token_lengths
 from holdfast.layers.perceptron.piece import KinkedMlp, Mlp
 from holdfast.layers.tokens.maxima import WindowMax
 from holdfast.linalg import Ball
@@ -33,8 +33,16 @@ class Links(ABC):
         """(m, U) what the units take at u, (n, d): U units for every token of the output."""
 
     @abstractmethod
-    def functions(self, tokens: Tensor, n: int) -> Tensor:
+    def covectors(self, tokens: Tensor, n: int) -> Named:
         """(K, n, d) what the units of these tokens take, as functions of all n tokens of the input: exactly."""
+
+    @abstractmethod
+    def functions(self, tokens: Tensor, T: Tensor) -> Tensor:
+        """(K, m) these functions of (m, n, d)."""
+
+    @abstractmethod
+    def most(self, tokens: Tensor, y: Tensor) -> Tensor:
+        """(K) what these functions are at most where no entry exceeds that of y (n, d)."""
 
     def touched(self, tokens: Tensor) -> Tensor:
         """The tokens of the input from which the units of these tokens read."""
@@ -65,8 +73,23 @@ class Wiring(Links):
         """(U, d) R, exactly."""
 
     @final
-    def functions(self, tokens: Tensor, n: int) -> Tensor:
-        return spread(self.read(), tokens, n)
+    def covectors(self, tokens: Tensor, n: int) -> Named:
+        rows = self.read()
+
+        def made(index: Tensor) -> Tensor:
+            C = torch.zeros(len(index), n, rows.shape[1], dtype=torch.float64)
+            C[torch.arange(len(index)), tokens[index // len(rows)]] = rows[index % len(rows)]
+            return C
+
+        return Named(len(tokens) * len(rows), made)
+
+    @final
+    def functions(self, tokens: Tensor, T: Tensor) -> Tensor:
+        return (T[:, tokens] @ self.read().mT).flatten(1).mT
+
+    @final
+    def most(self, tokens: Tensor, y: Tensor) -> Tensor:
+        return (y[tokens] @ self.read().abs().mT).flatten() * (1 + 1e-9)
 
     def push(self, T: Tensor, slopes: Ball) -> tuple[Tensor, Tensor]:
         """S + O diag(slopes) R applied to (K, n, d), and its rounding; a symmetric one is its own transpose."""
@@ -227,13 +250,32 @@ class Windows(Links):
         apart = x[self._others] - x[self._best]
         return Ball(apart.mid.where(self._there, -_NEVER), apart.rad.where(self._there, 0.0)).flatten(-2, -1)
 
-    def functions(self, tokens: Tensor, n: int) -> Tensor:
-        there = self._there[tokens].flatten()
-        C = torch.zeros(len(there), math.prod(self._shape), dtype=torch.float64)
-        unit = torch.arange(len(there))[there]
-        C[unit, self._others[tokens].flatten()[there]] = 1.0
-        C[unit, self._best.expand(self._others.shape)[tokens].flatten()[there]] = -1.0
-        return C.reshape(-1, *self._shape)
+    def covectors(self, tokens: Tensor, n: int) -> Named:
+        others, best, there = self._entries(tokens)
+
+        def made(index: Tensor) -> Tensor:
+            C = torch.zeros(len(index), math.prod(self._shape), dtype=torch.float64)
+            unit, some = torch.arange(len(index))[there[index]], index[there[index]]
+            C[unit, others[some]] = 1.0
+            C[unit, best[some]] = -1.0
+            return C.reshape(-1, *self._shape)
+
+        return Named(len(there), made)
+
+    def functions(self, tokens: Tensor, T: Tensor) -> Tensor:
+        others, best, there = self._entries(tokens)
+        flat = T.flatten(1)
+        return ((flat[:, others] - flat[:, best]) * there).mT
+
+    def most(self, tokens: Tensor, y: Tensor) -> Tensor:
+        others, best, there = self._entries(tokens)
+        return (y.flatten()[others] + y.flatten()[best]) * there * (1 + 1e-9)
+
+    def _entries(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of every unit the entry, the largest one of its window, and whether it is there."""
+        parts = self._others, self._best.expand(self._others.shape), self._there
+        others, best, there = (part[tokens].flatten() for part in parts)
+        return others, best, there
 
     def touched(self, tokens: Tensor) -> Tensor:
         entries = torch.cat([self._best[tokens].flatten(), self._others[tokens].flatten()])
@@ -285,11 +327,3 @@ class Written:
         """(S, …) bounds of the rounding of some c."""
         width = len(self.accuracy)
         return self.lengths[:, units // width] * self.accuracy[units % width] * (1 + 1e-12)
-
-
-def spread(rows: Tensor, tokens: Tensor, n: int) -> Tensor:
-    """Functions (U, d) of one token as functions (m U, n, d) of all, for each of m tokens."""
-    m, (units, d) = len(tokens), rows.shape
-    C = torch.zeros(m, units, n, d, dtype=torch.float64)
-    C[torch.arange(m), :, tokens] = rows
-    return C.reshape(m * units, n, d)

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms.local import Local, Problem, Rests, Size, SmoothLocal, Twist
+from holdfast.compositions.forms.local import Local, Named, Problem, Rests, Size, SmoothLocal, Twist
 from holdfast.compositions.forms.softmax import Softmax
 from holdfast.compositions.forms.third import Triples
 from holdfast.layers.beside import KinkedBeside, SmoothBeside
@@ -49,6 +49,10 @@ class Waiting(Local):
         return self._inner.numbers
 
     @property
+    def kept(self) -> int:
+        return self._inner.kept
+
+    @property
     def attention(self) -> Softmax | None:
         return self._inner.attention
 
@@ -57,10 +61,18 @@ class Waiting(Local):
         added = (frobenius_upper(C) + frobenius_upper(pulled) * self._root) * ((self._part.times + 2) * UNIT)
         return self._part.back(C, pulled), (lost * self._root + added) * (1 + 1e-12)
 
-    def covectors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def covectors(self, tokens: Tensor) -> tuple[Named, Tensor]:
         C, error = self._inner.covectors(torch.arange(self._part.outputs[0]))
-        added = frobenius_upper(C) * (self._part.times * UNIT)
-        return self._part.give(C), (error + added) * self._root * (1 + 1e-12)
+        lengths = torch.cat([frobenius_upper(some) for some in C.parts(self._inner.stride)])
+        added = lengths * (self._part.times * UNIT)
+        named = Named(C.count, lambda index: self._part.give(C.made(index)))
+        return named, (error + added) * self._root * (1 + 1e-12)
+
+    def functions(self, T: Tensor) -> Tensor:
+        return self._inner.functions(self._part.take(T))
+
+    def most(self, y: Tensor) -> Tensor:
+        return self._inner.most(self._part.take(y))
 
     def place(self, X: Tensor, first: Tensor) -> None:
         self._inner.place(X, first)
@@ -106,9 +118,6 @@ class SmoothWaiting(Waiting, SmoothLocal):
     def second_order(self, directions: Directions) -> tuple[Tensor, float]:
         new, defect = self._smooth.second_order(directions)
         return self._part.join(new.new_zeros(len(new), *self.u.shape), new), defect
-
-    def functions(self, T: Tensor) -> Tensor:
-        return self._smooth.functions(self._part.take(T))
 
     def meet(self, degree: int, order: Tensor, count: Tensor, unsure: float, directions: Directions) -> None:
         self._smooth.meet(degree, order, count, unsure, directions)

@@ -25,11 +25,9 @@ from holdfast.compositions.forms.region import Region
 from holdfast.errors import MemoryLimitError
 from holdfast.layers.piece import LinearPiece, Piece
 from holdfast.linalg import Ball
-from holdfast.linalg.certified import GIB
 from holdfast.linalg.rounding import UNIT, frobenius_upper
 from holdfast.network.network import Network, Residual
 
-_MEMORY = 4 * GIB
 _UNDERFLOW = 1e-60  # more than what is lost where squares, or their squares, underflow
 
 
@@ -156,22 +154,16 @@ class CentreWalk:
         return local
 
     def check_size(self) -> None:
-        """Refuses what would not fit: a covector of a whole place for each of its scalars."""
+        """Refuses what has longer inner products than rounding allows for."""
         for i in self.curved:
             place = self.places[i]
             n, d = place.u.shape
             assert place.local is not None
-            longest, scalars = max(n * d, place.local.longest), place.local.scalars
+            longest = max(n * d, place.local.longest)
             if longest > LONGEST:
                 raise MemoryLimitError(
                     f"forms takes inner products of {LONGEST} terms; {type(place.piece).__name__} of {n} x {d} numbers "
                     f"has some of {longest}: use gains, or perturb a later layer"
-                )
-            need = 8.0 * 4 * scalars * n * d
-            if need > _MEMORY:
-                raise MemoryLimitError(
-                    f"forms follows {scalars} scalars of {n} x {d} numbers each and needs about {need / GIB:.1f} GiB; "
-                    f"it takes at most {_MEMORY / GIB:.0f} GiB: use gains, or perturb a later layer"
                 )
 
     def beginning(self) -> Ball:

@@ -32,7 +32,7 @@ def refusal(network: Network) -> str | None:
 
 @dataclass
 class Spot:
-    """A piece where it stands, and what is known of it.
+    """A piece where it stands, and what is known about it.
 
     Attributes:
         curved: its expansion; None for a linear piece.
@@ -71,8 +71,8 @@ class Expansion:
     Args:
         network: the classifier.
         x: (b, n, d) float64.
-        like: an expansion that may differ in its first, linear piece alone, such as another word of the same sentence;
-            what does not depend on that piece is taken from it. Any other expansion is of no use, and does no harm.
+        like: an expansion that may differ only in its first, linear piece, such as another word of the same sentence;
+            what does not depend on that piece is taken from it. Any other expansion is of no use, but does no harm.
 
     Attributes:
         prediction: (b) the class y.

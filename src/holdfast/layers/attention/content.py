@@ -1,7 +1,7 @@
 """Whether attention attends: what a network loses, and how its probabilities vary, because scores depend on content.
 
-A network whose attention ignores its input is a fixed mixer of positions written as softmax, and any bound certifies
-it. So a certified number of an attention network is published with these beside it.
+A network whose attention ignores its input is a fixed mixing of positions written as softmax, and any bound certifies
+it. So these numbers are published along with every certified number of an attention network.
 """
 
 from __future__ import annotations

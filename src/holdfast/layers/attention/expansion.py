@@ -1,7 +1,7 @@
 """Softmax attention, expanded in its logits.
 
-In a row, let t_j be the change of the logits less its mean under p, ṽ_j = v_j - Σ_j p_j v_j the values through the
-output map, and ν_j the change of the values, less its mean. With E the mean under p and a_j = e^{t_j} - 1 - t_j,
+In a row, let t_j be the change of the logits minus its mean under p, ṽ_j = v_j - Σ_j p_j v_j the values through the
+output map, and ν_j the change of the values, minus its mean. With E the mean under p and a_j = e^{t_j} - 1 - t_j,
 
     y' - y - E[Δv] = (E[t ṽ] + E[t ν] + E[a ṽ] + E[a ν]) / (1 + E[a]),
 
@@ -108,7 +108,7 @@ class LocalAttention(LocalExpansion):
         return out
 
     def _along(self, a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Queries, keys, values and logits less their means along tangents, and the derivative."""
+        """Queries, keys, values and logits minus their means along tangents, and the derivative."""
         q, k, v = self._projected(a)
         s = centred(self._p, q @ self._k.mT + self._q @ k.mT)
         return q, k, v, s, self._out((self._p * s) @ self._v + self._p @ v, a)
@@ -358,7 +358,7 @@ class LocalAttention(LocalExpansion):
 
     @property
     def _heads_together(self) -> float:
-        """2√h or more: heads side by side against the largest of them, and rows of logits less their mean."""
+        """2√h or more: heads side by side against the largest of them, and rows of logits minus their mean."""
         return 2.0 * max(2.0, math.sqrt(self._h))
 
     def _error(self, k: int) -> Tensor:
@@ -401,6 +401,6 @@ class LocalAttention(LocalExpansion):
 
 
 def _beside(x: Tensor, p: Tensor) -> Tensor:
-    """x_j + Σ_j p_ij x_j, (b, h, n) to (b, h, i, j): bounds x_j less its mean."""
+    """x_j + Σ_j p_ij x_j, (b, h, n) to (b, h, i, j): bounds x_j minus its mean."""
     row = x.unsqueeze(-2)
     return row + (p * row).sum(-1, keepdim=True)

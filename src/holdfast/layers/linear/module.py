@@ -81,7 +81,7 @@ class UnitRows(nn.Module):
 
 @final
 class Centring(nn.Module):
-    """Takes the mean of every channel off: in training that of the batch, else a running one, which is a constant.
+    """Subtracts the mean of every channel: in training that of the batch, otherwise a running one, which is a constant.
 
     Activations with a kink at 0 then see both sides all the time (Hu et al. 2023). Certificates see the constant.
 
@@ -97,7 +97,7 @@ class Centring(nn.Module):
         self.mean: Tensor
 
     def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        """Less the mean over all but the last dimension."""
+        """The input minus the mean over all but the last dimension."""
         if not self.training:
             return x - self.mean.to(x.dtype)
         mean = x.to(self.mean.dtype).flatten(0, -2).mean(0)

@@ -83,7 +83,7 @@
     figure("median radius", down(median(correct.map((r) => r.radius))), proved ? "proved" : "numerical", proved ? "■ proved" : "◆ numerical");
     if (withAttack) figure("median distance of the nearest change found", finite(median(withAttack.records.filter(right).map((r) => r.attack_radius))), "lower", "▲ attained");
     if (run.attacked && ratios(run).length) figure("median certified / attack", down(median(ratios(run))), proved ? "proved" : "numerical", "1 would be exact");
-    figure("seconds an input", digits(run.records.reduce((sum, r) => sum + r.seconds, 0) / run.records.length), "estimate", "wall time");
+    figure("seconds per input", digits(run.records.reduce((sum, r) => sum + r.seconds, 0) / run.records.length), "estimate", "wall time");
   }
 
   // -- curves: a share falls where the radius of an input ends
@@ -105,7 +105,7 @@
     const ends = lines.flatMap((line) => line.ends).filter(Number.isFinite);
     const furthest = 1.05 * Math.max(...ends, ...shown, 1e-9);
     const scale = { at: (v) => v / 1.02, ticks: [0, 0.2, 0.4, 0.6, 0.8, 1] };
-    const f = frame("curve", "Certified accuracy over the radius, and what the attack leaves", scale, 320, "accuracy");
+    const f = frame("curve", "Certified accuracy against the radius, and what the attack leaves", scale, 320, "accuracy");
     const x = (radius) => f.margin.left + (radius / furthest) * f.inner, floor = f.height - f.margin.bottom;
     for (const tick of ticks(0, furthest, false).filter((v) => v <= furthest))
       add(f.svg, "text", { x: x(tick), y: floor + 18, "text-anchor": "middle" }, short(tick));
@@ -148,7 +148,7 @@
     const run = data.runs[state.run], values = run.attacked ? ratios(run) : [];
     byId("ratio-card").hidden = !values.length;
     if (!values.length) return;
-    byId("ratio-text").textContent = `Certified radius divided by the distance of the nearest change that was found, for ${values.length} inputs that are answered correctly (${run.method}). The true radius lies between this share and 1.`;
+    byId("ratio-text").textContent = `Certified radius divided by the distance of the nearest change that was found, for ${values.length} inputs that are classified correctly (${run.method}). The true radius lies between this share and 1.`;
     const bins = 20, counts = Array(bins).fill(0);
     for (const value of values) counts[Math.min(bins - 1, Math.floor(value * bins))]++;
     const scale = axis([Math.max(...counts)], false);

@@ -245,14 +245,14 @@
     const layer = data.layers[state.layer], all = data.eps.map((_, e) => numbers(layer, e));
     const positive = all.filter((n) => n.radius > 0);
     byId("radii-text").textContent =
-      `How far the output of layer ${layer.index} moves, over eps, on logarithmic axes.` + (layer.bound && layer.attack ? " The truth lies between attack and bound." : "");
+      `How far the output of layer ${layer.index} moves, against eps, on logarithmic axes.` + (layer.bound && layer.attack ? " The truth lies between attack and bound." : "");
     const series = [
       { kind: "bound", title: "bound", values: positive.map((n) => n.bound) },
       { kind: "slope", title: "local constant × eps (first order)", values: positive.map((n) => n.slope * n.radius) },
       { kind: "attack", title: "attained by an attack", values: positive.map((n) => n.attack) },
     ].filter((s) => s.values.some((value) => value > 0));
     legend("radii-legend", series);
-    const f = frame("radii", `Bound and attack of layer ${layer.index} over eps`, axis(series.flatMap((s) => s.values), true), 300, "movement of the output");
+    const f = frame("radii", `Bound and attack of layer ${layer.index} against eps`, axis(series.flatMap((s) => s.values), true), 300, "movement of the output");
     const across = axis(positive.map((n) => n.radius), true);
     const x = (i) => f.margin.left + (positive.length > 1 ? across.at(positive[i].radius) : 0.5) * f.inner;
     positive.forEach((n, i) => {
