@@ -18,6 +18,7 @@ from holdfast.graph.scores import Scores, refuse_attention
 from holdfast.graph.values import FIXED, Map, Moving, Point
 from holdfast.layers.attention.piece import Attention
 from holdfast.layers.tokens.embedding import AddPositions
+from holdfast.layers.tokens.selection import choice
 
 
 @final
@@ -78,7 +79,7 @@ def attend(scores: Scores, v: Moving, *, batch: int | None = None) -> Attended:
         if sorted(rows.flatten().tolist()) != list(range(point.shape[0])):
             refuse_attention("only some of the tokens attend, or some of them twice")
         order = rows.flatten().unsqueeze(-1) * width + torch.arange(width)
-        point = structure.through(point, point.shape, *structure.choice(order, point.shape), label="token order")
+        point = structure.through(point, point.shape, *choice(order, point.shape), label="token order")
     q, k, values = parts
     q, k, rotary, factor = _turned(q, k)
     if factor != 1 and any(norm is not None and norm.after_rotation for norm in norms):
@@ -106,10 +107,10 @@ def _piece(point: Point, layer: AttentionLayer) -> Point:
     places[:n, : point.shape[1]] = torch.arange(n * point.shape[1]).reshape(point.shape)
     added = torch.zeros(places.shape, dtype=torch.float64)
     added[n] = token
-    pieces = (*structure.choice(places, point.shape), AddPositions(added), Attention(layer))
+    pieces = (*choice(places, point.shape), AddPositions(added), Attention(layer))
     whole = structure.through(point, (n + 1, width), *pieces, label="attention with sinks")
     kept = torch.arange(n * width).reshape(n, width)
-    return structure.through(whole, (n, width), *structure.choice(kept, whole.shape))
+    return structure.through(whole, (n, width), *choice(kept, whole.shape))
 
 
 @final
@@ -162,7 +163,7 @@ def _by_token(part: Moving) -> Moving:
     if len(starts) == 1 or not once or not torch.equal(rows, kinds[which]):
         return part
     places = (kinds.mT.unsqueeze(-1) * width + torch.arange(width)).flatten(1)
-    point = structure.through(part.point, (n, places.shape[1]), *structure.choice(places, part.point.shape))
+    point = structure.through(part.point, (n, places.shape[1]), *choice(places, part.point.shape))
     shift = (which * width)[:, None, None]
     terms = tuple(replace(term, column=term.column + shift) for term in part.terms)
     return Moving(point, torch.arange(n)[:, None].expand(part.shape), terms, None, part.constant)

@@ -45,10 +45,8 @@ def fused_residual(pieces: Sequence[Piece]) -> Piece | Residual:
     branch = _fused(pieces)
     if len(branch) == 1:
         (piece,) = branch
-        if isinstance(piece, Attention) and piece.layer.residual == 0.0:
-            return Attention(piece.layer.replace(residual=1.0))
-        if isinstance(piece, Mlp | KinkedMlp) and piece.residual == 0.0:
-            return type(piece)(piece.w1, piece.b1, piece.activation, piece.w2, piece.b2, residual=1.0)
+        if (joint := piece.with_identity()) is not None:
+            return joint
     return Residual(tuple(branch))
 
 

@@ -19,6 +19,7 @@ from holdfast.graph.scores import FORBIDDEN, refuse_attention
 from holdfast.graph.values import FIXED, Moving
 from holdfast.layers.attention.piece import Attention
 from holdfast.layers.tokens.embedding import AddPositions
+from holdfast.layers.tokens.selection import choice
 
 
 def remembered(
@@ -44,10 +45,10 @@ def remembered(
     w_v = channels[:, 2 * h * k :].reshape(width, h, c).movedim(1, 0)
     w_o = torch.eye(h * c, dtype=torch.float64).reshape(h, c, h * c)
     layer = AttentionLayer(w_q, w_k, w_v, w_o, scale=scale, **_mask(bias))
-    pieces = (*structure.choice(places, point.shape), AddPositions(added), Attention(layer))
+    pieces = (*choice(places, point.shape), AddPositions(added), Attention(layer))
     whole = structure.through(point, (n + m, h * c), *pieces, label="attention to a fixed memory")
     kept = torch.arange(n * h * c).reshape(n, h * c)
-    out = structure.through(whole, (n, h * c), *structure.choice(kept, whole.shape))
+    out = structure.through(whole, (n, h * c), *choice(kept, whole.shape))
     return out.view((n, h, c)).rearranged(lambda t: t.movedim(1, 0))
 
 

@@ -14,8 +14,7 @@ from holdfast.layers.activation.piece import KinkedEntries, SmoothEntries
 from holdfast.layers.linear.piece import Affine
 from holdfast.layers.piece import Piece
 from holdfast.layers.tokens.embedding import AddPositions
-from holdfast.layers.tokens.pooling import ClassToken
-from holdfast.layers.tokens.selection import Scale, Selection
+from holdfast.layers.tokens.selection import Scale, choice
 
 
 def matrix_of(value: Moving, shape: tuple[int, int] | None = None) -> Point:
@@ -124,18 +123,6 @@ def _columns(row: Int64[Tensor, "n d"], given: Tensor) -> Tensor | None:
         return given[0]
     kept = given[moving]
     return kept[0] if bool((kept == kept[:1]).all()) else None
-
-
-def choice(index: Int64[Tensor, "n d"], shape: tuple[int, int]) -> tuple[Piece, ...]:
-    """The piece that puts entries into these places."""
-    everything = torch.arange(shape[0] * shape[1]).reshape(shape)
-    if index.shape == everything.shape and torch.equal(index, everything):
-        return ()
-    if len(index) == 1 and index.shape[1] == shape[1]:
-        token = int(index[0, 0]) // shape[1]
-        if torch.equal(index[0], everything[token]):
-            return (ClassToken(token),)
-    return (Selection(index.contiguous(), shape),)
 
 
 def _scale(gain: Float64[Tensor, "n d"]) -> tuple[Piece, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from holdfast.bounds.base import Need as Need
 from holdfast.errors import NotApplicableError
 from holdfast.layers.expansion import LocalExpansion
+from holdfast.layers.tokens.rows import Rows
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
 from holdfast.linalg.directions import Directions
@@ -33,6 +34,24 @@ class Piece(ABC):
 
         The bound does not decrease with rho.
         """
+
+    #: Whether every token of the output is the same function of the token in its place.
+    tokenwise: ClassVar[bool] = False
+
+    #: Whether the output has tokens of its own, chosen or pooled from those that enter.
+    pools: ClassVar[bool] = False
+
+    def rows_behind(self, rows: Rows, n: int) -> Rows | None:
+        """Which of n tokens these of the output depend on, sorted; None where it may be all of them."""
+        return rows if self.tokenwise else None
+
+    def on_rows(self, rows: Rows, needed: Rows) -> tuple[Piece, ...]:
+        """What serves on the sorted tokens `rows` alone; if the piece pools, for the tokens `needed` of its output."""
+        return (self,)
+
+    def with_identity(self) -> Piece | None:
+        """The piece plus the identity, where the two are bounded together better than apart."""
+        return None
 
     #: Whether constants on balls cost many norms: they are used only where derivatives at the centre say little.
     costly: ClassVar[bool] = False

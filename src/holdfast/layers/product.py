@@ -27,6 +27,8 @@ class Product(SmoothPiece):
     x y = ((x + y)² - (x - y)²)/4: a product is a perceptron whose activation is the square (`squares`).
     """
 
+    tokenwise = True
+
     def squares(self, channels: int) -> Mlp:
         """The same map of 2c channels as 2c squares between two linear maps."""
         one = torch.eye(channels // 2, dtype=torch.float64)

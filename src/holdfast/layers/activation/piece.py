@@ -28,6 +28,8 @@ class KinkedEntries(Piece):
         active: (d,) True where φ acts, False where the channel passes.
     """
 
+    tokenwise = True
+
     def __init__(self, phi: Activation, active: Bool[Tensor, " d"]) -> None:
         self.phi, self.active = phi, active
 
@@ -52,6 +54,8 @@ class SmoothEntries(SmoothPiece):
         phi: with two continuous derivatives.
         active: (d,) True where φ acts, False where the channel passes.
     """
+
+    tokenwise = True
 
     def __init__(self, phi: SmoothActivation, active: Bool[Tensor, " d"]) -> None:
         self.phi, self.active = phi, active

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from holdfast.attention import AttentionJacobian, AttentionLayer, ValueOperator
 from holdfast.attention.derivatives import AttentionPass
+from holdfast.attention.rotary import Rotary
 from holdfast.bounds import bounds
 from holdfast.bounds.base import Need
 from holdfast.bounds.best import for_networks, smallest_of
@@ -19,7 +21,8 @@ from holdfast.bounds.yudin import slope_on_balls
 from holdfast.errors import NotApplicableError
 from holdfast.layers.attention.expansion import LocalAttention
 from holdfast.layers.expansion import LocalExpansion
-from holdfast.layers.piece import SmoothPiece
+from holdfast.layers.piece import Piece, SmoothPiece
+from holdfast.layers.tokens.rows import Rows, distinct
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
 from holdfast.linalg.directions import Directions
@@ -46,6 +49,24 @@ class Attention(SmoothPiece):
 
     def __init__(self, layer: AttentionLayer) -> None:
         self.layer = layer.double()
+
+    def rows_behind(self, rows: Rows, n: int) -> Rows:
+        """A query needs the keys that it may attend to."""
+        allowed = self.layer.allowed(n)
+        return torch.arange(n) if allowed is None else distinct(allowed[rows].any(0).nonzero().flatten(), rows)
+
+    def on_rows(self, rows: Rows, needed: Rows) -> tuple[Piece, ...]:
+        layer = self.layer
+        mask = None if layer.mask is None else layer.mask[..., rows, :][..., rows]
+        bias = None if layer.score_bias is None else layer.score_bias[..., rows, :][..., rows]
+        turn = layer.rotary
+        rotary = None if turn is None else Rotary(turn.cos[..., rows, :], turn.sin[..., rows, :], turn.pairing)
+        if mask is not None and bool(mask.all()):
+            mask = None
+        return (Attention(layer.replace(mask=mask, score_bias=bias, rotary=rotary)),)
+
+    def with_identity(self) -> Attention | None:
+        return None if self.layer.residual else Attention(self.layer.replace(residual=1.0))
 
     def at(self, u: Array) -> AttentionPass[Array]:
         """The layer at u, with its derivatives there: for many derivatives at one point."""

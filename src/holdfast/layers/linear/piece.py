@@ -23,6 +23,8 @@ class Affine(LinearPiece):
         b: (c), or None for no bias.
     """
 
+    tokenwise = True
+
     def __init__(self, w: Float[Tensor, "d c"], b: Float[Tensor, " c"] | None = None) -> None:
         self.w = double(w, "w", 2)
         self.b = w.new_zeros(w.shape[-1]).double() if b is None else double(b, "b", 1)

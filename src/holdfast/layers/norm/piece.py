@@ -49,6 +49,8 @@ class _Parts(Generic[Array]):
 class Normalisation(SmoothPiece):
     """f(x) = γ ⊙ x̃/√(‖x̃‖²/m + κ) + β for every token; a kind says what m is."""
 
+    tokenwise = True
+
     def __init__(self, gamma: Tensor, beta: Tensor, kappa: float, *, centred: bool) -> None:
         if not (math.isfinite(kappa) and kappa > 0):
             raise InputError(f"eps is {kappa!r}; expected a positive number: without it the slope has no bound")

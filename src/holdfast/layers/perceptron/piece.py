@@ -48,6 +48,8 @@ class _Perceptron(Piece):
         limit: a proved bound of the Lipschitz constant, where more is known than these bounds can tell.
     """
 
+    tokenwise = True
+
     def __init__(
         self,
         w1: Float[Tensor, "d units"],
@@ -70,6 +72,9 @@ class _Perceptron(Piece):
         if residual and c != d:
             raise InputError(f"residual is {residual:g} and the widths are {d} and {c}; expected equal widths")
         self.activation, self.residual, self.limit = activation, float(residual), float(limit)
+
+    def with_identity(self) -> Piece | None:
+        return None if self.residual else type(self)(self.w1, self.b1, self.activation, self.w2, self.b2, residual=1.0)
 
     @abstractmethod
     def _check_kind(self, activation: Activation) -> None:

@@ -13,6 +13,7 @@ from holdfast.errors import InputError
 from holdfast.layers.module import Layer
 from holdfast.layers.piece import LinearPiece, Piece
 from holdfast.layers.steepness import Steepness
+from holdfast.layers.tokens.rows import Rows
 from holdfast.layers.tokens.selection import gathered, places
 from holdfast.layers.weights import double, weight
 from holdfast.linalg import Array
@@ -97,8 +98,13 @@ class AddPositions(LinearPiece):
         c: (n, d), or (d) for every token alike; (b, n, d) for inputs that have each their own.
     """
 
+    tokenwise = True
+
     def __init__(self, c: Float[Tensor, "*n d"]) -> None:
         self.c = double(c, "c", 1, 2, 3)
+
+    def on_rows(self, rows: Rows, needed: Rows) -> tuple[Piece, ...]:
+        return (AddPositions(self.c[rows]) if self.c.ndim == 2 else self,)
 
     def value(self, u: Array) -> Array:
         return u + weight(self.c, u)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from holdfast.errors import InputError
 from holdfast.layers.piece import Piece
+from holdfast.layers.tokens.rows import Rows, distinct, entries_among
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
 from holdfast.linalg.rounding import up
@@ -30,12 +31,22 @@ class WindowMax(Piece):
         shape: (n, d) of the input.
     """
 
+    pools = True
+
     def __init__(self, index: Int64[Tensor, "m c w"], shape: tuple[int, int]) -> None:
         if index.ndim != 3 or index.shape[-1] < 2 or int(index.min()) < -1 or int(index.max()) >= math.prod(shape):
             raise InputError(f"an index of shape {tuple(index.shape)} does not choose windows of entries of {shape}")
         if bool((index.amax(-1) < 0).any()):
             raise InputError("a window has no entries; expected one at least")
         self.index, self.shape = index, shape
+
+    def rows_behind(self, rows: Rows, n: int) -> Rows:
+        entries = self.index[rows].flatten()
+        return distinct(entries[entries >= 0] // self.shape[1])
+
+    def on_rows(self, rows: Rows, needed: Rows) -> tuple[Piece, ...]:
+        d = self.shape[1]
+        return (WindowMax(entries_among(self.index[needed], rows, d), (len(rows), d)),)
 
     @property
     def filled(self) -> Int64[Tensor, "m c w"]:

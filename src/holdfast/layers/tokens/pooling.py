@@ -12,6 +12,7 @@ from holdfast.errors import InputError
 from holdfast.layers.module import Layer
 from holdfast.layers.piece import LinearPiece, Piece
 from holdfast.layers.steepness import Steepness
+from holdfast.layers.tokens.rows import Rows
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
 
@@ -26,11 +27,18 @@ class TokenMean(LinearPiece):
     """
 
     kind = "MeanPool"
+    pools = True
 
     def __init__(self, tokens: int, skip: int = 0) -> None:
         if not 0 <= skip < tokens:
             raise InputError(f"{tokens} tokens of which {skip} are skipped; expected at least one that counts")
         self.tokens, self.skip = tokens, skip
+
+    def rows_behind(self, rows: Rows, n: int) -> Rows:
+        return torch.arange(self.skip, n)
+
+    def on_rows(self, rows: Rows, needed: Rows) -> tuple[Piece, ...]:
+        return (TokenMean(len(rows)),)
 
     def value(self, u: Array) -> Array:
         if u.shape[-2] != self.tokens:
@@ -82,10 +90,18 @@ class ClassToken(LinearPiece):
         index: which one.
     """
 
+    pools = True
+
     def __init__(self, index: int = 0) -> None:
         if index < 0:
             raise InputError(f"index is {index}; expected the number of a token, from 0 on")
         self.index = index
+
+    def rows_behind(self, rows: Rows, n: int) -> Rows:
+        return torch.tensor([self.index])
+
+    def on_rows(self, rows: Rows, needed: Rows) -> tuple[Piece, ...]:
+        return ()  # no other token enters
 
     def value(self, u: Array) -> Array:
         if self.index >= u.shape[-2]:

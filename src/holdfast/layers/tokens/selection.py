@@ -10,7 +10,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from holdfast.errors import InputError
-from holdfast.layers.piece import LinearPiece
+from holdfast.layers.piece import LinearPiece, Piece
+from holdfast.layers.tokens.pooling import ClassToken
+from holdfast.layers.tokens.rows import Rows, distinct, entries_among
 from holdfast.layers.weights import double, weight
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
@@ -65,11 +67,21 @@ class Selection(LinearPiece):
         shape: (n, d) of the input.
     """
 
+    pools = True
+
     def __init__(self, index: Int64[Tensor, "m c"], shape: tuple[int, int]) -> None:
         if index.ndim != 2 or not index.numel() or int(index.min()) < -1 or int(index.max()) >= math.prod(shape):
             raise InputError(f"an index of shape {tuple(index.shape)} does not choose entries of {shape}")
         self.index, self.shape = index, shape
         self._places = places(index, math.prod(shape))
+
+    def rows_behind(self, rows: Rows, n: int) -> Rows:
+        entries = self.index[rows].flatten()
+        return distinct(entries[entries >= 0] // self.shape[1])
+
+    def on_rows(self, rows: Rows, needed: Rows) -> tuple[Piece, ...]:
+        d = self.shape[1]
+        return choice(entries_among(self.index[needed], rows, d), (len(rows), d))
 
     def value(self, u: Array) -> Array:
         return self.push(u, u)
@@ -94,8 +106,13 @@ class Scale(LinearPiece):
         factors: (n, d), or (d) for every token alike.
     """
 
+    tokenwise = True
+
     def __init__(self, factors: Float[Tensor, "*n d"]) -> None:
         self.factors = double(factors, "factors", 1, 2)
+
+    def on_rows(self, rows: Rows, needed: Rows) -> tuple[Piece, ...]:
+        return (Scale(self.factors[rows]) if self.factors.ndim == 2 else self,)
 
     def value(self, u: Array) -> Array:
         return u * weight(self.factors, u)
@@ -127,3 +144,15 @@ def places(chosen: Tensor, entries: int) -> Tensor:
     stands = torch.full((max(1, int(count.max())), entries), -1)
     stands[rank, taken] = where
     return stands
+
+
+def choice(index: Int64[Tensor, "n d"], shape: tuple[int, int]) -> tuple[Piece, ...]:
+    """The piece that puts entries into these places."""
+    everything = torch.arange(shape[0] * shape[1]).reshape(shape)
+    if index.shape == everything.shape and torch.equal(index, everything):
+        return ()
+    if len(index) == 1 and index.shape[1] == shape[1]:
+        token = int(index[0, 0]) // shape[1]
+        if torch.equal(index[0], everything[token]):
+            return (ClassToken(token),)
+    return (Selection(index.contiguous(), shape),)
