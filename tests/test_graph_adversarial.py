@@ -149,11 +149,11 @@ REFUSED: dict[str, tuple[Build, str]] = {
     "Fourier": (with_(start=lambda self, x: torch.fft.fft(x, dim=1).real), "fft"),
     "a quotient": (with_(activate=lambda self, u: u / (1 + u * u)), "divides by something that moves"),
     "an exponential": (with_(activate=lambda self, u: 1 / (1 + torch.exp(-u))), "exp"),
-    "a cube": (with_(activate=lambda self, u: u**3), "no known activation"),
+    "a cube": (with_(activate=lambda self, u: u**3), "not a known activation"),
     "softplus": (with_(activate=lambda self, u: functional.softplus(u)), "softplus"),
     "almost GELU": (
         with_(activate=lambda self, u: 0.5 * u * (1 + torch.tanh(0.8 * (u + 0.045 * u**3)))),
-        "no known activation: tanh",
+        "not a known activation: tanh",
     ),
     "reflections at the border": (
         with_(start=lambda self, x: functional.pad(x, (2, 2), mode="reflect")[..., 2:-2].roll(1, -1)),
