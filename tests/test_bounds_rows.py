@@ -192,8 +192,8 @@ def test_each_input_may_have_radii_of_its_own() -> None:
     layer, x = layer_of(5, 8, 2, seed=3)
     piece = Attention(layer)
     radii = torch.tensor([[0.1, 0.2], [0.3, 0.05]], dtype=torch.float64)
-    together = piece.reach(Numerical(), x, radii, "rows")
-    alone = torch.stack([piece.reach(Numerical(), x[i], radii[i], "rows") for i in range(2)])
+    together = piece.reach(Numerical(), x, radii, "near")
+    alone = torch.stack([piece.reach(Numerical(), x[i], radii[i], "near") for i in range(2)])
     torch.testing.assert_close(together, alone, rtol=1e-10, atol=0)
 
 
@@ -429,7 +429,7 @@ def test_what_weights_give_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(rows, "_maps", lambda a, *rest: asked.append(a.guarantee) or whole(a, *rest))
     arithmetics: tuple[Arithmetic[Any], ...] = (Proved(), Proved(), Numerical(), Numerical())
     for a in arithmetics:
-        Attention(layer).reach(a, x, a.lift(torch.tensor([0.1], dtype=torch.float64)), "rows")
+        Attention(layer).reach(a, x, a.lift(torch.tensor([0.1], dtype=torch.float64)), "near")
     assert asked == ["proved", "numerical"]
 
 

@@ -24,6 +24,7 @@ from holdfast.linalg import (
     MatrixOperator,
     certified,
     estimate,
+    estimated_norm,
     lanczos,
     thin_norm,
     upper,
@@ -640,3 +641,11 @@ def test_thin_norms_are_spectral_norms(shape: tuple[int, ...]) -> None:
     matrix.flatten()[0] = math.nan
     assert int(thin_norm(matrix).isnan().sum()) == 1
     assert not bool(thin_norm(torch.zeros_like(matrix)).any())
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e-165, 1e-90, 1.0, 1e90, 1e165])
+def test_estimated_norms_of_any_size(scale: float) -> None:
+    """Squares of small and large numbers do not fit into float64; a map that vanishes has the norm 0."""
+    matrices = torch.stack([noise(9, 7), torch.zeros(9, 7, dtype=FLOAT64)])
+    values = estimated_norm(MatrixOperator(matrices * scale), 1e-9)
+    torch.testing.assert_close(values / scale, torch.linalg.matrix_norm(matrices, 2), rtol=1e-6, atol=0)

@@ -53,6 +53,10 @@ class MemoryLimitError(HoldfastError):
     """A computation would need more memory than it may use; nothing has been allocated."""
 
 
+class NotFiniteError(HoldfastError):
+    """A proved number does not fit into float64."""
+
+
 class TimeLimitError(HoldfastError):
     """A computation was given up at its deadline; what was proved before stays."""
 

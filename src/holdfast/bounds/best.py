@@ -12,7 +12,7 @@ from torch import Tensor
 from holdfast.attention import AttentionLayer
 from holdfast.bounds.base import EVERY_TERM, Bound, Evaluation, Need, bounds, register_bound, score_terms_of
 from holdfast.bounds.lipschitz import BallBound, PointBound, ball_bounds, point_bounds, register_lipschitz_bound
-from holdfast.errors import InputError, MemoryLimitError, NotApplicableError
+from holdfast.errors import InputError, MemoryLimitError, NotApplicableError, NotFiniteError
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
 
@@ -30,7 +30,7 @@ def smallest(a: Arithmetic[Array], candidates: Iterator[Candidate[Array]]) -> Ev
         if reason is None:
             try:
                 values[name] = a.number(evaluate().value).nan_to_num(nan=torch.inf, posinf=torch.inf)
-            except MemoryLimitError as error:
+            except (MemoryLimitError, NotFiniteError) as error:
                 reason = str(error)
         if reason is not None:
             notes.append(f"{name} was left out: {reason}")

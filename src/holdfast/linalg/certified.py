@@ -7,7 +7,7 @@ import time
 import torch
 from torch import Tensor
 
-from holdfast.errors import HoldfastError, MemoryLimitError
+from holdfast.errors import MemoryLimitError, NotFiniteError
 from holdfast.linalg.lanczos import top_eigenvalue
 from holdfast.linalg.operator import Gram, ProvableOperator
 from holdfast.linalg.rounding import ROOT2, UNIT, Ball, frobenius_upper, gamma
@@ -97,7 +97,7 @@ def _prove(gram: Gram, tolerance: float) -> NormResult:
 
 def _finite(value: Tensor) -> Tensor:
     if not bool(torch.isfinite(value).all()):
-        raise HoldfastError("a proved norm is not finite: the map overflows float64; scale the weights or the input")
+        raise NotFiniteError("a proved norm is not finite: the map overflows float64; scale the weights or the input")
     return value
 
 

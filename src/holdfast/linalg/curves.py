@@ -15,7 +15,10 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
+from holdfast.linalg.rounding import up
+
 RATIO = 1.5  # of two radii, where nothing else is said
+_LAST_BITS = 2.0**-50
 _REACH = 90 * math.log(RATIO)  # the logarithm of the largest radius over the base, and of the base over the smallest
 
 
@@ -59,10 +62,10 @@ class Grid:
         return torch.where(rho == 0, self.zero, level)
 
     def radius(self, level: Int64[Tensor, "b e"]) -> Float64[Tensor, "b e"]:
-        """The radius of a level; 0 at `zero`."""
+        """The radius of a level, 0 at `zero`; powers may differ in the last bits from one call to the next."""
         if bool((level == self.zero).all()):
             return torch.zeros_like(level, dtype=torch.float64)
-        return torch.where(level == self.zero, 0.0, self._above_zero(level))
+        return torch.where(level == self.zero, 0.0, up(self._above_zero(level), _LAST_BITS))
 
     def _above_zero(self, level: Int64[Tensor, "b e"]) -> Float64[Tensor, "b e"]:
         return self._base * torch.pow(torch.tensor(self._ratio, dtype=torch.float64, device=level.device), level)

@@ -16,6 +16,7 @@ from holdfast.linalg.rounding import power_of_two
 from holdfast.results import NormResult
 
 _FULLY = 30  # squarings of a matrix after which its largest eigenvalue is exact to 2^-32
+_SMALL = 1e-60  # a norm below it, or above its reciprocal, is not computed from squares
 _NOISE = 1e-14  # of a product: what remains of it below that beside the basis is rounding
 
 
@@ -86,8 +87,20 @@ def estimated_norm(operator: LinearOperator, tolerance: float) -> Tensor:
     apply = _in_turn(operator.rmv, operator.mv) if wide else operator.squared() or _in_turn(operator.mv, operator.rmv)
     shape = torch.Size((*operator.batch, *side))
     like = torch.empty((), dtype=operator.dtype, device=operator.device).expand(operator.batch.numel(), side.numel())
-    value = top_eigenvalue(lambda v: apply(v.reshape(shape)).reshape(v.shape), like, tolerance)
-    return value.clamp(min=0).sqrt().reshape(operator.batch)
+    value = top_eigenvalue(lambda v: apply(v.reshape(shape)).reshape(v.shape), like, tolerance).clamp(min=0).sqrt()
+    value = value.reshape(operator.batch)
+    odd = ~((value > _SMALL) & (value < 1 / _SMALL))
+    if bool(odd.any()) and bool((odd & (_reached(operator) != 0)).any()):
+        return estimate(operator, tolerance=tolerance).value  # the squares may not fit into float64
+    return value
+
+
+def _reached(operator: LinearOperator) -> Tensor:
+    """(batch…) the largest number in the value at a random vector: 0 for the map that vanishes."""
+    shape = (*operator.batch, *operator.domain)
+    start = torch.randn(operator.domain, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    v = start.to(dtype=operator.dtype, device=operator.device).expand(shape)
+    return operator.mv(v).abs().flatten(len(operator.batch)).amax(-1)
 
 
 def _in_turn(first: Callable[[Tensor], Tensor], then: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

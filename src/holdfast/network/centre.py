@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from holdfast.errors import InputError, MemoryLimitError, TimeLimitError
+from holdfast.errors import HoldfastError, InputError, MemoryLimitError
 from holdfast.layers.piece import LinearPiece, Piece
 from holdfast.linalg import Ball
 from holdfast.linalg.arithmetic import Arithmetic, Numerical, Proved
@@ -206,7 +206,7 @@ class Centre:
                 self._walk_by_gains()
                 self._clock.begun = True
                 if dense and not bool((self.margin > 0).all()):
-                    with suppress(TimeLimitError):  # what was walked before stays
+                    with suppress(HoldfastError):  # time, memory, overflow: what was walked before stays
                         self._walk_by_gains(dense=True)
         self._clock.begun = True
 
