@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from holdfast.bounds import bounds, rows
 from holdfast.compositions import best as best_module
 from holdfast.compositions import certify_inputs, compositions
 from holdfast.compositions import gains as gains_module
+from holdfast.layers import Affine
 from holdfast.layers.attention.piece import Attention
 from holdfast.linalg import Ball
 from holdfast.linalg.arithmetic import Arithmetic, Numerical, Proved
@@ -24,7 +26,7 @@ from holdfast.models import ModelConfig, Transformer
 from holdfast.network import centre as centres
 from holdfast.network import site as sites
 from holdfast.network.centre import Centre
-from holdfast.network.network import Network
+from holdfast.network.network import Head, Network, Residual
 from holdfast.testing.draw import Dice, draw, plain
 from holdfast.testing.layers import Case, make_case
 
@@ -491,3 +493,33 @@ def test_gains_is_near_layerwise() -> None:
     centre = Centre(network, x, guarantee="numerical")
     fast, best = (compositions[name](centre).radius for name in ("gains", "layerwise"))
     assert bool(((fast / best - 1).abs() < 0.5).all())
+
+
+def test_dense_jacobians_say_what_rounding_did_to_large_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lead that is lost in rounding where branches count by their own gains, and proved where stages do."""
+    shrink(monkeypatch)
+    x = torch.randn(1, 1, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    cancelling = Affine(torch.eye(16, dtype=torch.float64) * -0.9)
+    head = Head(torch.eye(2, 16, dtype=torch.float64), torch.zeros(2, dtype=torch.float64))
+    network = Network([Residual((cancelling,))] * 8, head)
+    best, other = network(x).topk(2).indices[0].tolist()
+    lost = network_with_lead(network, x, best, other, 0.0)
+    sharp, rough = (float(Centre(lost, x, dense=dense)._hidden[0, [best, other]].max()) for dense in (True, False))
+    assert sharp < 0.1 * rough
+    near = network_with_lead(network, x, best, other, (sharp + rough) / 2)
+    for dense in (False, True):
+        centre = Centre(near, x, dense=dense)
+        assert centre.prediction.tolist() == [best]
+        assert bool(centre.margin > 0) == dense
+    assert certify_inputs(near, x, method="margin-gradient")[0].decided
+    assert not certify_inputs(near, x, method="gains")[0].decided
+    late = Centre(near, x, dense=True, deadline=-1.0)
+    assert late.prediction.tolist() == [best]
+    assert not bool(late.margin > 0)
+
+
+def network_with_lead(network: Network, x: Tensor, best: int, other: int, lead: float) -> Network:
+    """The network with another bias of one class, which is `lead` behind the best one."""
+    logits, bias = network(x)[0], network.head.bias.clone()
+    bias[other] += logits[best] - logits[other] - lead
+    return Network(network.stages, replace(network.head, bias=bias))

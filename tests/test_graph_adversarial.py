@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
     "normalised queries": (with_(score=lambda self, q, k: functional.normalize(q, dim=-1) @ k.mT), "norm"),
     "values of other tokens": (with_(value=lambda self, v: v.flip(-2)), "different tokens"),
     "attention to learned keys": (disguised.KeyMemory, "4 queries attend to 6 keys"),
-    "a mask for each head": (with_(weigh=disguised.heads_masked), "masks each head in a way of its own"),
+    "a mask for each head": (with_(weigh=disguised.heads_masked), "masks the heads differently"),
     "a row without keys": (with_(weigh=disguised.row_masked), "nan_to_num|attend to no key"),
     "a mask that is undone": (with_(weigh=disguised.unmasked_again), "brings them into reach"),
     "weights that depend on the input": (disguised.Hyper, "attention scores|mixes|softmax"),
@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
     "distances": (with_(score=lambda self, q, k: -torch.cdist(q, k)), "operator 'cdist'"),
     "heads of other tokens": (
         with_(score=lambda self, q, k: q.reshape(-1, 4, 2, 4).transpose(1, 2) @ k.mT),
-        "other weights for other tokens",
+        "different weights for different tokens",
     ),
     "one number": (with_(end=lambda self, y: y[:, 0]), "expected a classifier with logits"),
     "a module that stays in training": (disguised.Training, "in training mode"),

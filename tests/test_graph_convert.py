@@ -451,7 +451,7 @@ def test_inputs_that_do_not_fit(bert: nn.Module, images: nn.Module) -> None:
         to_network(images, [pictures()])  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"normalise has 1 channels and the images have shape \(2, 3, 8, 8\)"):
         to_network(images, pictures(), normalise=([0.5], [0.5]))
-    with pytest.raises(InputError, match="expected one number and one positive number a channel"):
+    with pytest.raises(InputError, match="expected one number and one positive number per channel"):
         to_network(images, pictures(), normalise=([0.5] * 3, [0.0] * 3))
     with pytest.raises(InputError, match="a number that is not finite"):
         to_network(images, pictures() / 0)

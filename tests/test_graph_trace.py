@@ -461,7 +461,7 @@ def test_heads_with_masks_of_their_own_are_named() -> None:
     x, mask = torch.randn(3, 5, 8), torch.zeros(6, 5, 5, dtype=torch.bool)
     mask[0, 1, 2] = True
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
-    refused(attention, {"query": x, "key": x, "value": x, "attn_mask": mask}, "masks each head in a way of its own")
+    refused(attention, {"query": x, "key": x, "value": x, "attn_mask": mask}, "masks the heads differently")
 
 
 class Doubled(nn.MultiheadAttention):

@@ -267,7 +267,7 @@ def test_a_layer_without_a_gain_is_named():
     model = model_of(head="free", maps="free")
     assert torch.isfinite(GainsSlope()(pass_of(model))).all()
     model.pool.append(Unknown())
-    with pytest.raises(InputError, match="Unknown has no gain that is known"):
+    with pytest.raises(InputError, match="Unknown has no known gain"):
         GainsSlope()(pass_of(model))
 
 

@@ -2,7 +2,7 @@
 ===============
 
 All bounds of ``holdfast.list_bounds()`` over a ball around x, divided by what an attack attains: 1 is the truth.
-Which one is smallest depends on the radius, and ``best`` asks them all.
+Which one is smallest depends on the radius, and ``best`` tries them all.
 """
 
 import matplotlib.pyplot as plt

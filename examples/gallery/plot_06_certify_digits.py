@@ -14,7 +14,7 @@ model, digits = load_digits_vit(), demo_digits()
 pairs = list(zip(digits.images, digits.labels.tolist(), strict=True))[:3]
 
 # %%
-# ``telescoped`` takes a few seconds for a digit; ``best``, the default, asks the other compositions, too. LoFAST's
+# ``telescoped`` takes a few seconds per digit; ``best``, the default, tries the other compositions, too. LoFAST's
 # recursion, for comparison, multiplies bounds from layer to layer.
 run = holdfast.certify(model, pairs, radii=[0.05], method="telescoped", attack=True)
 lofast = holdfast.certify(model, pairs, radii=[0.05], method="lofast")

@@ -37,7 +37,7 @@ axes.legend()
 plt.show()
 
 # %%
-# Where the last token looks, in the first head:
+# Where the last token attends, in the first head:
 figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
 for name, layer in layers.items():
     axes.plot(layer.attention(x)[0, -1], marker="o", label=name)

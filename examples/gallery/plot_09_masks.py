@@ -1,7 +1,7 @@
 """Masks: who may look at whom
 ===========================
 
-A mask removes pairs of tokens, and a bound that knows it counts the others only. Full, causal and windowed
+A mask removes pairs of tokens, and a bound that takes it into account counts only the others. Full, causal and windowed
 attention with the same weights: the slope at x, and the token that the steepest direction moves.
 """
 

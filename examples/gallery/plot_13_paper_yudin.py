@@ -33,8 +33,8 @@ axes.legend()
 plt.show()
 
 # %%
-# The penalty that the paper proposes, JaSMin, is log g₁ of the worst row, or log(g₁ / g_k): a row that looks at one key
-# pays little, a row between two keys most.
+# The penalty that the paper proposes, JaSMin, is log g₁ of the worst row, or log(g₁ / g_k): a row that attends to one
+# key pays little, a row between two keys most.
 p = torch.tensor([[0.97, 0.02, 0.01], [0.5, 0.49, 0.01], [1 / 3, 1 / 3, 1 / 3]], dtype=torch.float64)
 for row, g in zip(p.tolist(), holdfast.g_k(p, 1).tolist(), strict=True):
     print(", ".join(f"{entry:.2f}" for entry in row), f"  g₁ = {g:.3f}")

@@ -54,10 +54,10 @@ class MinimalAttack:
 
         δ⁺ = ∇m (⟨∇m, δ⟩ - m) / ‖∇m‖²
 
-    (Hasofer and Lind 1974, Rackwitz and Fiessler 1978), for l-infinity -t sign ∇m, as far as the ends of the inputs let
-    it, with the t at which it vanishes. Fixed points are the stationary points of the problem. The step towards it is
-    halved until ½‖δ‖² + c|m|, c > ‖δ‖/‖∇m‖, decreases (Zhang and Der Kiureghian 1995); ‖∇m‖ is the dual norm. In the
-    l-infinity norm, whose stationary points are corners, signed steps within a shrinking box follow. At the end the
+    (Hasofer and Lind 1974, Rackwitz and Fiessler 1978), for l-infinity -t sign ∇m, as far as the inputs' range
+    permits, with the t at which it vanishes. Fixed points are the stationary points of the problem. The step towards
+    it is halved until ½‖δ‖² + c|m|, c > ‖δ‖/‖∇m‖, decreases (Zhang and Der Kiureghian 1995); ‖∇m‖ is the dual norm. In
+    the l-infinity norm, whose stationary points are corners, signed steps within a shrinking box follow. At the end the
     answer is followed along the ray of every start.
 
     Args:
@@ -91,7 +91,7 @@ class MinimalAttack:
             x: (b, n, d) the inputs.
             prediction: the class of each input; another answer is a change, and so is a tie.
             seed: of the random starts, which are the same for every input.
-            threat: the norm, and the ends that inputs have.
+            threat: the norm, and the range of inputs.
             seconds: time after which no step is begun; None for no limit.
         """
         began = time.perf_counter()
@@ -129,8 +129,8 @@ class MinimalAttack:
 def answer_changed(logits: Logits, x: Tensor, prediction: Tensor) -> Tensor:
     """Whether another class has a logit at least as large, (b).
 
-    It is proved by balls if `logits` is a network; where balls are too wide to tell, which those of deep networks are,
-    float64 decides, and the other class must lead by more than rounding plausibly hides.
+    It is proved by balls if `logits` is a network; where balls are too wide to tell, as for deep networks,
+    float64 decides, and the other class must lead by more than rounding can plausibly hide.
     """
     with torch.no_grad():
         if not isinstance(logits, BallMap):

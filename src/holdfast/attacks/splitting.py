@@ -32,7 +32,7 @@ class SplitResult:
     """What doubling the tokens gains, and two inputs that show it.
 
     Attributes:
-        local: (b…) ‖DF(X)‖ before tokens are divided, in the metric of the weights.
+        local: (b…) ‖DF(X)‖ before tokens are split, in the metric of the weights.
         divided: (b…, n) the slope of the outputs of each token's copies when they move apart.
         token: (b…) the token whose copies move most.
         direction: (b…, d) the unit vector along which they move apart.
@@ -57,7 +57,7 @@ class SplitResult:
 
     @property
     def slope(self) -> Tensor:
-        """(b…) the law: the local Lipschitz constant among measures, where mass may be divided."""
+        """(b…) the law: the local Lipschitz constant among measures, where mass may be split."""
         return torch.maximum(self.local, self.divided.amax(-1))
 
     @property
@@ -78,7 +78,7 @@ def split_attack(
     Args:
         layer: the layer. In a causal one the copies of a token see each other.
         x: the tokens.
-        weights: of the tokens, positive; a copy has half of it. None where all count alike.
+        weights: of the tokens, positive; a copy has half of it. None where all count equally.
         step: how far the two copies move, as a share of the longest token.
 
     Example:

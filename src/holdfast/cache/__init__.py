@@ -1,4 +1,4 @@
-"""A cache of keys and values in few bits: how far it can move a layer's output, and how many bits a layer needs."""
+"""A low-bit cache of keys and values: how far it can move a layer's output, and how many bits a layer needs."""
 
 from holdfast.cache.bits import BitsTable, cache_bits
 from holdfast.cache.error import CacheError, cache_error

@@ -66,13 +66,13 @@ def cache_bits(
     *,
     attack: bool = False,
 ) -> BitsTable:
-    """The least bits, per channel for keys and per token for values, that keep every layer within a tolerance.
+    """The fewest bits, per channel for keys and per token for values, that keep every layer within a tolerance.
 
     Args:
         layers: by name, each with its input (b…, n, d), as `trace` finds them.
         tolerance: of the movement of a token's output, relative to the median length of the layer's outputs.
-        bits: what is tried, in growing order.
-        attack: also attack; the movement is then reported beside the others.
+        bits: the numbers of bits to try, in growing order.
+        attack: also attack; the movement is then reported along with the others.
 
     Example:
         >>> print(cache_bits({t.name: (t.layer, t.x) for t in trace(model, inputs)}, tolerance=0.1))

@@ -81,6 +81,7 @@ class NetworkMethod(Method):
         for_large: whether it does without norms of maps on all tokens, which cost too much for many numbers.
         most_inputs: the most numbers that may move.
         instead: the name of a composition that reaches about as far at less cost wherever it applies.
+        dense: whether it takes dense Jacobians of stages anyway, which may then also bound what rounding did.
     """
 
     shapes: ClassVar[frozenset[Shape]] = frozenset({"ball"})
@@ -88,6 +89,7 @@ class NetworkMethod(Method):
     for_large: ClassVar[bool] = False
     most_inputs: ClassVar[float] = math.inf
     instead: ClassVar[str | None] = None
+    dense: ClassVar[bool] = False
 
     @abstractmethod
     def refusal(self, network: Network) -> str | None:

@@ -87,7 +87,7 @@ def certify_inputs(
     if guarantee not in get_args(Guarantee):
         raise InputError(f'guarantee is {guarantee!r}; expected "proved" or "numerical"')
     deadline = math.inf if seconds is None else time.monotonic() + seconds * len(x)
-    centre = Centre(network, x, guarantee=guarantee, memory_limit=memory_limit, deadline=deadline)
+    centre = Centre(network, x, guarantee=guarantee, memory_limit=memory_limit, deadline=deadline, dense=chosen.dense)
     radii = chosen(centre, None, Aim(threat, tuple(at)))
     per_input = (time.perf_counter() - began) / max(1, len(x))
     losses = radii.losses or ({},) * len(x)
@@ -128,8 +128,8 @@ def proves(
     chosen = compositions[method]
     if not isinstance(chosen, Composition):
         return False
-    centre = Centre(network, x, guarantee=guarantee)
+    centre = Centre(network, x, guarantee=guarantee, dense=chosen.dense)
     if centre.separable:
-        centre, place = Centre(network, x[place : place + 1], guarantee=guarantee), 0
+        centre, place = Centre(network, x[place : place + 1], guarantee=guarantee, dense=chosen.dense), 0
     eps = torch.full_like(centre.margin, radius)
     return bool((chosen.curve(centre, threat)(eps) > 0)[place] & (centre.margin > 0)[place])

@@ -32,6 +32,7 @@ class MarginGradient(Composition):
     """
 
     name = "margin-gradient"
+    dense = True
     cost = "that of end-to-end, and one backward pass for every class"
     reference = "holdfast"
     assumptions = "two derivatives from the last stage backwards"

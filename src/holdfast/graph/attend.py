@@ -67,13 +67,13 @@ def attend(scores: Scores, v: Moving, *, batch: int | None = None) -> Attended:
         refuse_attention(
             f"has more than linear maps before it: {', '.join(between)} of queries, keys or values"
             if between
-            else "takes queries, keys and values from different tensors: cross-attention, or what is not known of them"
+            else "takes queries, keys and values from different tensors: cross-attention, or unknown operations on them"
         )
     source, parts = _common([s.q, s.k, v])
     point = source
     rows, windows = parts[0].rows, len(parts[0].rows)
     if any(not torch.equal(part.rows, rows) for part in parts):
-        refuse_attention("queries, keys and values are of different tokens, or in different orders")
+        refuse_attention("queries, keys and values belong to different tokens, or are in different orders")
     if not torch.equal(rows.flatten(), torch.arange(point.shape[0])):
         width = point.shape[1]
         if sorted(rows.flatten().tolist()) != list(range(point.shape[0])):
@@ -193,7 +193,7 @@ def _heads(part: Moving) -> _ReadHeads:
         columns.append(column[0, :, 0])
         alive = gain != 0
         if bool(((column != column[:1, :, :1]) & alive).any()):
-            refuse_attention("queries, keys or values use other weights for other tokens")
+            refuse_attention("queries, keys or values use different weights for different tokens")
         if not bool((gain != gain[:1, :, :1]).any()):
             gains.append(gain[0, :, 0])
         elif not bool((gain != gain[:, :1]).any()):
@@ -295,7 +295,7 @@ def _mask(bias: Float64[Tensor, "windows h n n"], batch: int | None) -> dict[str
     """Mask and score bias of the layer: for each input where there is a batch, otherwise for all windows together."""
     allowed: Bool[Tensor, "windows h n n"] = bias > -torch.inf
     if bool((allowed != allowed[:, :1]).any()):
-        refuse_attention("masks each head in a way of its own; expected one mask for all heads")
+        refuse_attention("masks the heads differently; expected one mask for all heads")
     mask, finite = allowed[:, 0], torch.where(allowed, bias, 0.0)
     if batch is None:
         if not bool(mask.any(-1).all()):
@@ -322,7 +322,7 @@ def _sinks(sinks: Float64[Tensor, "H n"] | None, windows: int) -> dict[str, Any]
         return {}
     whole = sinks.reshape(windows, -1, sinks.shape[-1])
     if not bool((whole == whole[:1, :, :1]).all()):
-        refuse_attention("a sink has other logits for other queries; expected one for each head")
+        refuse_attention("a sink has different logits for different queries; expected one per head")
     return {"sinks": whole[0, :, 0].contiguous()}
 
 

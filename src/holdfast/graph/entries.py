@@ -197,7 +197,7 @@ class EntryReader:
         """A - alpha b."""
         if isinstance(b, RowMaximum):
             if not isinstance(a, Scores) or b.scores is not a or not b.keepdim or alpha != 1.0:
-                refuse("uses the largest score other than to take it off the scores of its query")
+                refuse("uses the largest score for anything but subtracting it from its query's scores")
             return a.less_a_maximum(b.dim)
         if isinstance(b, Tensor):
             return self.add(a, -b, alpha) if not isinstance(a, Tensor) else a - alpha * b
@@ -317,7 +317,7 @@ class EntryReader:
         if isinstance(x, EntryFormula):
             return self._activated(x)
         if isinstance(x, Scores | RowMaximum):
-            refuse("changes attention scores or probabilities in a way that is not known")
+            refuse("changes attention scores or probabilities in an unknown way")
         refuse("uses mean squares other than to divide by their root" if isinstance(x, MeanSquare) else "does not move")
 
     def _activated(self, x: EntryFormula) -> Moving:
@@ -325,7 +325,7 @@ class EntryReader:
             return x.value
         known = recognise(x.formula)
         if known is None:
-            refuse("is the end of a formula that is no known activation: " + ", ".join(_names(x.formula)))
+            refuse("ends a formula that is not a known activation: " + ", ".join(_names(x.formula)))
         value = x.value if known.before == 1.0 else x.value.scaled(known.before)
         shape = value.shape
         point = structure.matrix_of(value)

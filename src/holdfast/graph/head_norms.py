@@ -48,7 +48,7 @@ class Normed:
         for t in (self.weight, self.bias):
             whole = t.reshape(windows, -1, *t.shape[1:])
             if bool((whole != whole[:1, :, :1]).any()):
-                raise UnknownAttentionError("the norm of queries or keys has other weights for other tokens")
+                raise UnknownAttentionError("the norm of queries or keys has different weights for different tokens")
             tensors.append(whole[0, :: whole.shape[1] // heads, 0].contiguous())
         if not self.across and all(bool((t == t[:1]).all()) for t in tensors):
             tensors = [t[0] for t in tensors]

@@ -57,7 +57,7 @@ def _mask(bias: Float64[Tensor, "h n m"]) -> dict[str, Any]:
     h, n, m = bias.shape
     allowed = bias > FORBIDDEN
     if bool((allowed != allowed[:1]).any()):
-        refuse_attention("masks each head in a way of its own; expected one mask for all heads")
+        refuse_attention("masks the heads differently; expected one mask for all heads")
     if not bool(allowed.any(-1).all()):
         refuse_attention("a query may attend to no key at all; remove the padding")
     mask = torch.zeros(n + m, n + m, dtype=torch.bool)

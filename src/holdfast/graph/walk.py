@@ -61,7 +61,7 @@ class Walk:
         except ConversionError as error:
             raise type(error)(f"{where} {error}") from error
         except Exception as error:  # an option or a shape that no piece has
-            raise ConversionError(f"{where} is used in a way that is not known ({reason(error)})") from error
+            raise ConversionError(f"{where} is used in an unknown way ({reason(error)})") from error
 
 
 def _is_stream(node: fx.Node, depends: set[fx.Node]) -> bool:

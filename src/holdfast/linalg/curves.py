@@ -1,7 +1,7 @@
 """Bounds on balls of every radius, from a few evaluations that are kept.
 
 A bound that holds on a ball holds on every smaller one. So a bound is evaluated at the radii base · ratio^level only,
-and the next such radius above serves: a search over radii costs a handful of evaluations, however many it looks at.
+and the next such radius above serves: a search over radii costs a handful of evaluations, however many it tries.
 """
 
 from __future__ import annotations

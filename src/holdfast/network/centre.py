@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from holdfast.errors import InputError, MemoryLimitError
+from holdfast.errors import InputError, MemoryLimitError, TimeLimitError
 from holdfast.layers.piece import LinearPiece, Piece
 from holdfast.linalg import Ball
 from holdfast.linalg.arithmetic import Arithmetic, Numerical, Proved
@@ -169,6 +169,7 @@ class Centre:
         memory_limit: bytes that one dense Jacobian, or one proved norm, may hold.
         like: a centre whose network may differ in its first piece alone; what they share is computed once.
         deadline: the `time.monotonic()` from which on nothing that takes long is begun; the prediction is always made.
+        dense: whether dense Jacobians of large stages may tell what rounding did, where no lead is proved without.
 
     Attributes:
         a: the arithmetic of what concerns no single piece; compositions keep there what they share.
@@ -188,6 +189,7 @@ class Centre:
         memory_limit: float = 4 * GIB,
         like: Centre | None = None,
         deadline: float | _Deadline = math.inf,
+        dense: bool = False,
     ) -> None:
         if x.ndim != 3 or not x.is_floating_point():
             raise InputError(f"inputs have shape {tuple(x.shape)} and dtype {x.dtype}; expected floats (b, n, d)")
@@ -195,13 +197,17 @@ class Centre:
         self.network, self.x, self.guarantee, self._memory_limit = network, x.detach().double(), guarantee, memory_limit
         self._clock = _Clock(deadline if isinstance(deadline, _Deadline) else _Deadline(deadline))
         self._slopes = _Slopes(network, self.x)
-        self.a, self.like = self.arithmetic(), like
+        self.a, self.like, self._dense = self.arithmetic(), like, dense
         with torch.no_grad():
             blind = not self.proved or self.x.shape[-2] * self.x.shape[-1] <= LARGE
             if blind:
                 self._walk_blindly()
             if self.proved and not (blind and bool((self._hidden <= _TRACE * self.margins).all())):
                 self._walk_by_gains()
+                self._clock.begun = True
+                if dense and not bool((self.margin > 0).all()):
+                    with suppress(TimeLimitError):  # what was walked before stays
+                        self._walk_by_gains(dense=True)
         self._clock.begun = True
 
     @property
@@ -229,7 +235,7 @@ class Centre:
 
     def _again(self, x: Tensor, guarantee: Guarantee) -> Centre:
         limit, deadline = self._memory_limit, self._clock.deadline
-        return Centre(self.network, x, guarantee=guarantee, memory_limit=limit, deadline=deadline)
+        return Centre(self.network, x, guarantee=guarantee, memory_limit=limit, deadline=deadline, dense=self._dense)
 
     @property
     def overdue(self) -> bool:
@@ -267,8 +273,8 @@ class Centre:
             u = u + v if stages[-1].skip else v
         self._arrive(stages, u.mid, _length(u.rad))
 
-    def _walk_by_gains(self) -> None:
-        """The same with local defects, which travel by gains."""
+    def _walk_by_gains(self, *, dense: bool = False) -> None:
+        """The same with local defects, which travel by gains: by dense norms of large stages, too, where `dense`."""
         u, r, stages = self.x, torch.zeros_like(self.x[:, 0, 0]), []
         for stage in self.network.stages:
             v, e, local, sites = u, r, torch.zeros_like(r), []
@@ -280,15 +286,18 @@ class Centre:
                 local = torch.minimum(local, e)  # e holds for every input within r: that is one of them
                 sites.append(site)
             stages.append(self._stage(sites, stage))
-            u, r = self._joined(stages[-1], u, r, v, e, local) if stages[-1].skip else (v, e)
+            u, r = self._joined(stages[-1], u, r, v, e, local, dense) if stages[-1].skip else (v, e)
         self._arrive(stages, u, r)
 
-    def _joined(self, stage: Stage, u: Tensor, r: Tensor, v: Tensor, e: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
+    def _joined(
+        self, stage: Stage, u: Tensor, r: Tensor, v: Tensor, e: Tensor, local: Tensor, dense: bool
+    ) -> tuple[Tensor, Tensor]:
         """U + v, where e bounds the error of v and `local` what it would be with r = 0."""
         out, astray = Ball.exact(u) + v, r + e
         # The identity and the branch may cancel; worth a dense Jacobian only where the error is not yet negligible.
-        affordable = stage.smooth and not stage.sites[0].large
-        if affordable and not bool((astray <= _NEGLIGIBLE * _length(out.mid)).all()):
+        affordable = dense or not stage.sites[0].large
+        little = bool((r == 0).all()) if dense else bool((astray <= _NEGLIGIBLE * _length(out.mid)).all())
+        if stage.smooth and affordable and not little:
             astray = torch.minimum(astray, stage.gain(r.unsqueeze(-1)).squeeze(-1) * r + local)
         return out.mid, outward(astray + _length(out.rad))
 
@@ -398,9 +407,12 @@ def _applied(site: Site, apply: Callable[[Any, Any], Any], t: Enclosed, dims: tu
     site.a.in_time()
     if not site.proved:
         return Enclosed(torch.cat([apply(site.u, chunk) for chunk in chunks]), t.error)
-    u = Ball.exact(site.u)
-    balls = [apply(u, Ball.exact(chunk)) for chunk in chunks]
-    value, rad = torch.cat([ball.mid for ball in balls]), torch.cat([ball.rad for ball in balls])
+    u, values, radii = Ball.exact(site.u), list[Tensor](), list[Tensor]()
+    for chunk in chunks:
+        ball = apply(u, Ball.exact(chunk))
+        values.append(ball.mid)
+        radii.append(frobenius_upper(ball.rad, (2, 3)))  # the radii themselves are as large as the values
+    rad = torch.cat(radii)
     turned = site.curvature_here * site.r * frobenius_upper(t.value, dims)
-    error = frobenius_upper(rad, dims) + turned + site.gain_here * t.error
-    return Enclosed(value, outward(error))
+    error = (frobenius_upper(rad, (0,)) if 0 in dims else rad) + turned + site.gain_here * t.error
+    return Enclosed(torch.cat(values), outward(error))

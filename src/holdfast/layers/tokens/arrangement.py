@@ -1,4 +1,4 @@
-"""Layers that move entries, or repeat all of them equally often: isometries, whatever follows them."""
+"""Layers that rearrange entries, or repeat all of them equally often: isometries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tokens come about: patches of an image, positions, and a few tokens moved among others that stay."""
+"""Where tokens come from: patches of an image, positions, and a few tokens that move among others that stay."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from holdfast.linalg.arithmetic import Arithmetic
 class PatchEmbedding(LinearPiece):
     """A convolution of an image (…, channels, height · width) to tokens (…, n, d), with fixed tokens in front.
 
-    The convolution is a matrix V (channels · p · q, d) applied to every patch. A pixel stands in at most m patches, so
+    The convolution is a matrix V (channels · p · q, d) applied to every patch. A pixel occurs in at most m patches, so
     the norm is at most √m ‖V‖. With a stride that is not below the kernel m is 1, and the norm is ‖V‖ itself: an image
     can be zero but for one patch.
 

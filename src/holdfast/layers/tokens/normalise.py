@@ -27,7 +27,7 @@ class Normalise(LinearPiece):
         self.mean, self.std = (torch.tensor(list(v), dtype=torch.float64).unsqueeze(-1) for v in (mean, std))
         if self.mean.shape != self.std.shape or not bool((self.std > 0).all()) or not bool(self.mean.isfinite().all()):
             raise InputError(
-                f"mean {list(mean)} and std {list(std)}: expected one number and one positive number a channel"
+                f"mean {list(mean)} and std {list(std)}: expected one number and one positive number per channel"
             )
 
     def value(self, u: Array) -> Array:

@@ -23,7 +23,7 @@ class TokenMean(LinearPiece):
 
     Args:
         tokens: n.
-        skip: k, the tokens in front that do not count.
+        skip: k, the tokens at the front that are left out.
     """
 
     kind = "MeanPool"

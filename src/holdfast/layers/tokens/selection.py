@@ -1,4 +1,4 @@
-"""Entries in other places: chosen, repeated, left out, or scaled one by one."""
+"""Rearranged entries: chosen, repeated, left out, or scaled one by one."""
 
 from __future__ import annotations
 
