@@ -123,7 +123,7 @@ def test_what_a_glance_has_proved_outlives_the_deadline(monkeypatch: pytest.Monk
     centre, search = Centre(network, x, deadline=time.monotonic() + 100), Margins._searched
 
     def too_late(forms: Margins, *args: float) -> float:
-        centre._clock.deadline = 0.0
+        centre._clock.deadline.moment = 0.0
         return search(forms, *args)
 
     monkeypatch.setattr(Margins, "_searched", too_late)
@@ -143,7 +143,7 @@ def test_what_clipped_boxes_have_proved_outlives_the_deadline(monkeypatch: pytes
     centre = Centre(network, x, deadline=time.monotonic() + 100)
 
     def too_late(curve: Curve, reached: Reached, most: float) -> Reached:
-        centre._clock.deadline = 0.0
+        centre._clock.deadline.moment = 0.0
         return widened(curve, reached, most)
 
     monkeypatch.setattr(base, "widened", too_late)

@@ -30,9 +30,7 @@ from holdfast.bounds.score_map import (
 )
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
-from holdfast.linalg.rounding import lift
-
-_ROOM = 1 + 2**-50
+from holdfast.linalg.rounding import lift, up
 
 
 @final
@@ -53,7 +51,7 @@ class NormedMaps(AnyScoreMap[Array]):
         sides = placed_sides(a, layer, X, radii.movedim(0, -1).unsqueeze(-2))
         self._q: PlacedSide[Array] = sides[0]
         self._k: PlacedSide[Array] = sides[1]
-        self._scale = abs(layer.scale) * _ROOM
+        self._scale = up(abs(layer.scale), 2**-50)
         self._asked: Array = f.key_rows.left  # q̂, with the scale
         placed = layer.placed(X)
         keys = placed[1].value

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
 
-class Named(Protocol):
+class WithName(Protocol):
     """What a case has."""
 
     @property
@@ -14,7 +14,7 @@ class Named(Protocol):
 
 
 T = TypeVar("T")
-C = TypeVar("C", bound=Named)
+C = TypeVar("C", bound=WithName)
 
 
 def for_every(items: Iterable[T], check: Callable[[T], Any], name: Callable[[T], str] = str) -> None:

@@ -19,7 +19,7 @@ from holdfast.compositions.forms.region import Region
 from holdfast.compositions.forms.walk import CentreWalk, Covectors
 from holdfast.errors import MemoryLimitError, SoundnessError
 from holdfast.linalg.certified import GIB
-from holdfast.linalg.rounding import frobenius_upper
+from holdfast.linalg.rounding import frobenius_upper, up
 
 _CHUNK = 2**18  # numbers of covectors that are treated together
 _ROOM = 2**23  # numbers of covectors at earlier places that are kept beside jets, about; others are made anew
@@ -259,11 +259,11 @@ class Batches:
         functions = self.functions[i][0]
         if self.jets is None:
             low, high = self.ranges(self.of(i), radius, enough)
-            return Rests((tiny + low) * (1 + 1e-10), (tiny + high) * (1 + 1e-10), tiny)
+            return Rests(up(tiny + low, 1e-10), up(tiny + high, 1e-10), tiny)
         second, third = self._orders(i, radius)
         lost = tiny + sum(self.jets.tiny(functions, radius))
         low, high = self.ranges(self.of(i), radius, enough, bent=False, before=i, tiny=lost)
-        low, high = (lost + low) * (1 + 1e-10), (lost + high) * (1 + 1e-10)
+        low, high = up(lost + low, 1e-10), up(lost + high, 1e-10)
         fourth = torch.maximum(low, high)
         known = (third + fourth, fourth, lost) if self.jets.third else ()
         return Rests(low + second + third, high + second + third, tiny, *known)
@@ -271,10 +271,10 @@ class Batches:
     def _orders(self, i: int, radius: float) -> tuple[Tensor, Tensor]:
         """Bounds of functions' second and third orders."""
         assert self.jets is not None
-        second = self.jets.second[i] * (radius * radius * (1 + 1e-10))
+        second = self.jets.second[i] * up(radius * radius, 1e-10)
         if not self.jets.third:
             return second, torch.zeros_like(second)
-        return second, self.jets.third[i] * (radius * radius * radius * (1 + 1e-10))
+        return second, self.jets.third[i] * up(radius * radius * radius, 1e-10)
 
     def unsure(self, radius: float) -> Tensor:
         """What rounding may have done to the margins' second and third orders."""
@@ -312,7 +312,7 @@ class Batches:
                 varying = part.turning[i] * radius if i in part.turning else None
                 earlier = None
                 if before is not None and tiny is not None and self._walk.on_every_way(i, before):
-                    earlier = (torch.maximum(low, high) + tiny[here]) * (1 + 1e-10)
+                    earlier = up(torch.maximum(low, high) + tiny[here], 1e-10)
                 local = self._walk.local(i)
                 below, above = local.range(part.prepared.get(i), varying, some, bent=bent, earlier=earlier)
                 low, high = low + below, high + above
@@ -325,6 +325,6 @@ class Batches:
 def _joined(sights: list[dict[int, tuple[Tensor, float]]]) -> dict[int, tuple[Tensor, float]]:
     """What counts of parts of the functions of a place, for all of them."""
     return {
-        k: (torch.cat([part[k][0] for part in sights]), math.hypot(*(part[k][1] for part in sights)) * (1 + 1e-9))
+        k: (torch.cat([part[k][0] for part in sights]), up(math.hypot(*(part[k][1] for part in sights)), 1e-9))
         for k in (sights[0] if sights else ())
     }

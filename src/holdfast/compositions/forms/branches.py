@@ -23,6 +23,7 @@ from torch import Tensor
 
 from holdfast.compositions.forms.local import THETA, Problem
 from holdfast.compositions.forms.region import Region
+from holdfast.linalg.rounding import up
 
 _TOGETHER = 32  # that are divided at once
 _ASCENT = 12  # steps on the multipliers
@@ -88,17 +89,17 @@ class Branches:
 
     def __init__(self, problem: Problem, region: Region, scale: float) -> None:
         assert region.sides is not None
-        V, self._sides = region.basis, region.sides * scale * (1 + 1e-12)
+        V, self._sides = region.basis, up(region.sides * scale, 1e-12)
         self._problem, self._slope = problem, V @ problem.gradient  # (P)
         self._enough = _ENOUGH * abs(problem.value)  # θ
         self._rows, self._rising = region.spread(problem.x), region.spread(problem.rising)  # (K, P), (V, P)
-        r = region.radius * scale * (1 + 1e-12)
+        r = up(region.radius * scale, 1e-12)
         # What rows may be wrong by, for a coefficient 1.
         self._unsure, self._rising_unsure = (
             64 * THETA * r * torch.linalg.vector_norm(x, dim=-1) for x in (problem.x, problem.rising)
         )
         tilted = 64 * THETA * r * float(torch.linalg.vector_norm(problem.gradient)) + problem.rounding * r * r
-        self._value = problem.value - tilted * (1 + 1e-9)
+        self._value = problem.value - up(tilted, 1e-9)
         self._linearise(region, problem.form, r)
 
     def _linearise(self, region: Region, form: Tensor, r: float) -> None:
@@ -114,7 +115,7 @@ class Branches:
         b = V.mT @ (signs * self._sides)
         turned = form @ b
         rows = torch.split(region.spread(form).mT, max(1, _CHUNK // len(V)))  # of VF; all of B might not fit the memory
-        q = 2 * torch.cat([region.spread(some).abs() @ self._sides for some in rows]) * (1 + 1e-9)
+        q = up(2 * torch.cat([region.spread(some).abs() @ self._sides for some in rows]), 1e-9)
         self._slope = self._slope + 2 * (V @ turned) + q * signs
         at_corner, apart = float(b @ turned), float(q @ self._sides)
         unsure = 16 * THETA * len(form) * float(torch.linalg.matrix_norm(form)) * r * r
@@ -233,8 +234,8 @@ class Branches:
         slope = self._slope + coefficients @ self._rows + alpha @ self._rising
         numbers = line * start, on * eta * problem.threshold, off * eta * problem.ceiling, alpha * problem.begin
         taken, on_number, off_number, gained = (part.sum(-1) for part in numbers)
-        lost = slope.abs() @ self._sides * (1 + 1e-10)
-        unsure = (coefficients.abs() @ self._unsure + alpha @ self._rising_unsure) * (1 + 1e-9)
+        lost = up(slope.abs() @ self._sides, 1e-10)
+        unsure = up(coefficients.abs() @ self._unsure + alpha @ self._rising_unsure, 1e-9)
         size = abs(self._value) + sum(part.abs().sum(-1) for part in numbers) + lost
         value = self._value - taken + on_number - off_number - gained - unsure - 1e-11 * size
         return _Lines(value, slope, value - lost)
@@ -271,7 +272,7 @@ class Branches:
             rising = -value - (x - middle.unsqueeze(-1) * slope).sign() @ weighted > 0
             least, most = torch.where(rising, least, middle), torch.where(rising, middle, most)
         factor = (least + most) / 2
-        reached = (x - factor.unsqueeze(-1) * slope).abs() @ s * (1 + 1e-10)
+        reached = up((x - factor.unsqueeze(-1) * slope).abs() @ s, 1e-10)
         return reached - factor * value + unsure + 1e-11 * (size + factor * (length + value.abs()))
 
 

@@ -8,6 +8,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from holdfast.linalg.rounding import up
+
 
 @final
 @dataclass
@@ -85,4 +87,4 @@ def at_rows(parts: Four, rows: Tensor) -> Four:
 
 def narrow(x: Tensor) -> Tensor:
     """Numbers that are not negative in float32, rounded up."""
-    return (x * (1 + 2.0**-22)).float() + 1e-37
+    return up(x, 2.0**-22).float() + 1e-37

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from holdfast.compositions.forms.local import THETA, Local, Rests
 from holdfast.compositions.forms.normalised import Normalised
+from holdfast.linalg.rounding import up
 
 _CHUNK = 2**20  # numbers of rows that are made at once
 
@@ -38,7 +39,7 @@ class Derived:
         lengths = local.most(some.double())  # at least, of the covectors; others are seen to have no number
         size = float(torch.linalg.vector_norm(Y[some]))
         rounding = local.most(unsure) + (4 * self._error + 8 * THETA * lengths) * size
-        self._rounding, self._still = rounding * (1 + 1e-9), lengths * defect
+        self._rounding, self._still = up(rounding, 1e-9), lengths * defect
 
     @property
     def X(self) -> Tensor:
@@ -52,6 +53,6 @@ class Derived:
 
     def rests(self, radius: float, moved: float) -> Rests:
         """What the functions have beyond first order, at the scale that the normalisation knows."""
-        tiny = (self._rounding * radius + self._error * moved + self._still) * (1 + 1e-12)
-        most = (self._local.most(self._norm.output_beyond()) + tiny) * (1 + 1e-12)
+        tiny = up(self._rounding * radius + self._error * moved + self._still, 1e-12)
+        most = up(self._local.most(self._norm.output_beyond()) + tiny, 1e-12)
         return Rests(most, most, tiny)

@@ -21,6 +21,7 @@ from torch import Tensor
 from holdfast.compositions.forms.covered import Covered, Four, SettledHeads, Softened, at_rows, narrow
 from holdfast.compositions.forms.local import Problem, Size
 from holdfast.compositions.forms.suprema import QuadraticSums, Squares, length, shared, together, worth
+from holdfast.linalg.rounding import up
 from holdfast.linalg.squarings import gram_norm, thin_gram_norm
 
 _SMALL = 1e-100
@@ -101,18 +102,18 @@ class HeadRows:
             twice = torch.einsum("hl,hklm->hkm", p[:, i], mean).unsqueeze(1)
             beside = mean.transpose(1, 2)
             value_gram.append((values - beside - beside.mT + twice) * seen[:, i, :, None, None])
-        self._key_inner = torch.stack(inner, 1).square() * (1 + 1e-9)  # (h, i, j, l)
+        self._key_inner = up(torch.stack(inner, 1).square(), 1e-9)  # (h, i, j, l)
         inner_k, mixed = torch.stack(own, 1), torch.stack(crossed, 1)  # (h, i, j, k, m)
         error = 16 * theta * largest_k.square()
         squares = torch.einsum("hijkk->hij", inner_k).clamp(min=0.0)
-        self._centred_length = (squares + k * error).sqrt() * (1 + 1e-12)
+        self._centred_length = up((squares + k * error).sqrt(), 1e-12)
         self._norm_q = thin_gram_norm(self._Q, 3)
         self._norm_k = gram_norm(inner_k, error.expand(inner_k.shape[:-2]), 3)
         # ‖½(QᵀK + KᵀQ)‖² is at most (‖Q‖²‖K‖² + ‖QKᵀ‖²)/2 in Frobenius norms of products: ⟨QᵀK, KᵀQ⟩ = tr(QKᵀQKᵀ).
         inner_q = (self._Q @ self._Q.mT).unsqueeze(2)
         square = ((inner_q * inner_k).sum((-2, -1)) + (mixed * mixed.mT).sum((-2, -1))) / 2
         sizes = length(self._Q, 2).unsqueeze(-1) * (self._centred_length + largest_k)
-        self._product = (square.clamp(min=0.0) + 64 * theta * sizes.square()).sqrt() * (1 + 1e-9)
+        self._product = up((square.clamp(min=0.0) + 64 * theta * sizes.square()).sqrt(), 1e-9)
         self._value_gram, self._value_length = torch.stack(value_gram, 1), 4 * largest_v.square()
         self._values = values
 
@@ -174,7 +175,7 @@ class HeadRows:
     @cached_property
     def mean_norm(self) -> Tensor:
         """(h, i) the norm of all logits of a row, weighted with the roots of p."""
-        return thin_gram_norm(self._L * self.soft.most.sqrt().unsqueeze(-1), 3) * (1 + 1e-9)
+        return up(thin_gram_norm(self._L * self.soft.most.sqrt().unsqueeze(-1), 3), 1e-9)
 
     @cached_property
     def _together(self) -> list[tuple[Tensor, Tensor, float]]:
@@ -200,10 +201,10 @@ class HeadRows:
         weighted = (p * self._logit_length).sum(-1)
         slack = ((p * most_g * self._logit_length).sum(-1) + size.unsqueeze(1) * value * weighted).square()
         slope = (square + 8 * theta * slack).sqrt()
-        error = 16 * theta * (size.unsqueeze(1) * self.second_size()).sum((1, 2)) * (1 + 1e-9)
+        error = up(16 * theta * (size.unsqueeze(1) * self.second_size()).sum((1, 2)), 1e-9)
         unknown = torch.full_like(error, torch.nan)
-        most_g, n, spread = (narrow(x * (1 + 1e-9)) for x in (most_g, n * seen, spread.sqrt()))
-        return Covered(m, size, most_g, n, spread, slope * (1 + 1e-9), unknown, error)
+        most_g, n, spread = (narrow(up(x, 1e-9)) for x in (most_g, n * seen, spread.sqrt()))
+        return Covered(m, size, most_g, n, spread, up(slope, 1e-9), unknown, error)
 
     def _gaps(self, m: Tensor) -> Tensor:
         """The numbers g (S, h, i, j)."""
@@ -219,7 +220,7 @@ class HeadRows:
                 crossed, squared, carried = self._bilinear
                 pg = (self.soft.p * self._gaps(m)).flatten(1)
                 most = crossed.most(pg) + squared.most(pg) + carried.most(m.flatten(1)) + covered.error[part]
-                covered.bent[part] = most * (1 + 1e-9)
+                covered.bent[part] = up(most, 1e-9)
         if len(unknown) and self._L.shape[-1] <= _SPECTRAL:
             self._sharpen(covered, unknown)
         return covered.bent[index]
@@ -232,7 +233,7 @@ class HeadRows:
                 left, right = self.pair(of_members, part, chosen, self.rows)
                 form = left.mT @ right
                 error = 2 * of_members.error[part] + 1e-300
-                norms = gram_norm((form + form.mT) / 2, error, 2).square() * (1 + 1e-9)
+                norms = up(gram_norm((form + form.mT) / 2, error, 2).square(), 1e-9)
                 covered.bent[members[part]] = torch.minimum(covered.bent[members[part]], norms)
 
     def second_size(self) -> Tensor:
@@ -285,17 +286,17 @@ class HeadRows:
             minute = 2 * tiny_k.amax() * self._query.unsqueeze(-1) + tiny_q.unsqueeze(-1) * self._key
             both = (q.unsqueeze(2) * (k.unsqueeze(1) + beside)).sum(-1)
             rest_b = torch.minimum(rest_b, bending.reshape(rest_b.shape) + both + minute)
-        self._rest_b = rest_b * seen * (1 + 1e-10)
+        self._rest_b = up(rest_b * seen, 1e-10)
         self._first_b = torch.minimum(self._query.unsqueeze(-1) * self._key, r * r * self._product) * seen
-        self._most_b = (self._first_b + self._rest_b) * (1 + 1e-10)
+        self._most_b = up(self._first_b + self._rest_b, 1e-10)
         self._logit = first[3] * seen
         self._most_l = self._logit + self._rest_l
-        self._tau = (self._most_l + self._most_b) * (1 + 1e-10)
+        self._tau = up(self._most_l + self._most_b, 1e-10)
         tau = self._tau.clamp(min=1e-6)
         # 2(e^τ - 1 - τ)/τ² - 1 = τ/3 + τ²/12 + … ; the quotient loses digits for small τ, the series does not.
         series = tau / 3 * (1 + tau / 4 * (1 + tau / 5 * tau.exp()))
         quotient = 2 * (torch.expm1(tau) - tau) / tau.square() - 1 + 1e-9
-        self._beyond = torch.where(tau < 0.1, series, torch.minimum(series, quotient)) * (1 + 1e-10)
+        self._beyond = up(torch.where(tau < 0.1, series, torch.minimum(series, quotient)), 1e-10)
         most_v = torch.linalg.vector_norm(first[2] + v, dim=-1).amax()  # over heads and tokens
         # Every head's row moves by E[Δv] + N/(1 + E[α]) with ‖N‖ <= E[|t| + α] · 2 max‖v + Δv‖, or from mean to mean.
         value = self.soft.value
@@ -321,13 +322,13 @@ class HeadRows:
             if len(large):
                 second[large] = torch.minimum(second[large], self.bent(covered, large) * (r * r))
             most = most + second
-        return most * (1 + 1e-9)
+        return up(most, 1e-9)
 
     def _term_by_term(self, one: Covered) -> Tensor:
         """(S) bounds of |Q₂|, which norms may make smaller."""
         r, p = self._size.radius, self.soft.most
         by_g, by_n = p * (self._first_b + self._logit.square() / 2), p * self._logit * r
-        return ((by_g * one.most_g + by_n * one.n).sum((1, 2, 3)) + one.error * (r * r)) * (1 + 1e-9)
+        return up((by_g * one.most_g + by_n * one.n).sum((1, 2, 3)) + one.error * (r * r), 1e-9)
 
     def _weights(self, one: Covered) -> tuple[Tensor, Tensor]:
         """Weights of the rest on ℓ_j² and on |b_j|, (S, h, i, j)."""
@@ -342,14 +343,14 @@ class HeadRows:
         share = b / linear.clamp(min=_SMALL)  # t² <= (1 + κ)ℓ² + (1 + 1/κ)b²
         on_l = core * (1 + share)
         on_b = core * (b + linear) + p * (g * (linear + b / 2) + n)
-        return on_l * (1 + 1e-9), on_b * (1 + 1e-9)
+        return up(on_l, 1e-9), up(on_b, 1e-9)
 
     def _numbers(self, one: Covered, on_l: Tensor) -> Tensor:
         """(S) what the rests of first-order functions do to Q₂ and to ℓ²; with products of both, unless they turn."""
         if not any(bool((x != 0).any()) for x in self._rests):
             return torch.zeros(len(on_l), dtype=torch.float64)
         own = (on_l * self._rest_l * (self._rest_l + self._logit)).sum((1, 2, 3))
-        return (own + self.crossed(one, self._tiny if one.turned else self._rests)) * (1 + 1e-9)
+        return up(own + self.crossed(one, self._tiny if one.turned else self._rests), 1e-9)
 
     def crossed(self, one: Covered, rests: Four) -> Tensor:
         """(S) what Q₂ makes of all rests among each other, and of products of first order and these rests."""
@@ -359,7 +360,7 @@ class HeadRows:
         beside_k = torch.einsum("shij,hjk->shik", p * g, rest_k)
         own = (rest_q * beside_k).sum((1, 2, 3))
         own = own + (p * self._rest_l * (beside_v + g * self._rest_l / 2)).sum((1, 2, 3))
-        return (own + self._size.radius * self._products(one, rests)) * (1 + 1e-9)
+        return up(own + self._size.radius * self._products(one, rests), 1e-9)
 
     def _products(self, one: Covered, rests: Four) -> Tensor:
         """(S) the products of first order and these rests in Q₂, for radius 1."""
@@ -390,7 +391,7 @@ class HeadRows:
             Q, K, k = self._Q.reshape(-1, width), self._all_centred(), self._Q.shape[2]
             for rows, on, reach in ((Q, on_q, self._query), (K, on_k, self._key)):
                 _take_squares(problem, rows, *(x.flatten().repeat_interleave(k) for x in (on, reach)))
-        problem.lose("carried rests", float(self._numbers(one, on_l) + number) * (1 + 1e-9))
+        problem.lose("carried rests", up(float(self._numbers(one, on_l) + number), 1e-9))
 
     def _second_order(self, one: Covered, key: tuple[int, int]) -> Tensor:
         """The matrix of Q₂, which does not depend on the scale."""
@@ -410,13 +411,13 @@ class HeadRows:
         on_q = on_b.sum(-1) * ratio / 2 * usable
         on_k = on_b / (2 * ratio.clamp(min=_SMALL)).unsqueeze(-1) * usable.unsqueeze(-1)
         number = (on_b * self._rest_b).sum((-3, -2, -1))
-        return on_q * (1 + 1e-9), on_k * (1 + 1e-9), number * (1 + 1e-9)
+        return up(on_q, 1e-9), up(on_k, 1e-9), up(number, 1e-9)
 
     def _bent_numbers(self, on_b: Tensor) -> Tensor:
         """(S) bounds of Σ w_ij |b_ij|: key by key, or the keys of a row together."""
         keys = torch.einsum("shij,hijl,shil->shi", on_b, self._key_inner, on_b).clamp(min=0.0) ** 0.25
         joint = self._query * on_b.sum(-1).sqrt() * self._size.radius * keys + (on_b * self._rest_b).sum(-1)
-        return torch.minimum((on_b * self._most_b).sum(-1), joint).sum((1, 2)) * (1 + 1e-9)
+        return up(torch.minimum((on_b * self._most_b).sum(-1), joint).sum((1, 2)), 1e-9)
 
 
 def _centred_gram(gram: Tensor, p: Tensor, seen: Tensor) -> Tensor:
@@ -434,7 +435,7 @@ def _centred_gram(gram: Tensor, p: Tensor, seen: Tensor) -> Tensor:
 def _take_squares(problem: Problem, rows: Tensor, weights: Tensor, reach: Tensor) -> None:
     """Takes Σ_k w_k (x_k·b)² off, |x_k·b| <= reach_k."""
     rounding = 1e-9 * weights * torch.linalg.vector_norm(rows, dim=-1).square()
-    problem.add_squares(rows, {"attention rest": -weights}, rounding, reach * (1 + 1e-12))
+    problem.add_squares(rows, {"attention rest": -weights}, rounding, up(reach, 1e-12))
 
 
 def _quadratic(m: Tensor, grams: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from holdfast.compositions.forms.walk import CentreWalk, Covectors
 from holdfast.layers.piece import LinearPiece
 from holdfast.linalg import Ball
 from holdfast.linalg.directions import Directions
-from holdfast.linalg.rounding import UNIT, frobenius_upper
+from holdfast.linalg.rounding import UNIT, frobenius_upper, up
 from holdfast.linalg.squarings import gram_norm
 
 _NUMBERS = 2**25  # of T at one place, at most
@@ -95,7 +95,7 @@ class Jets:
         self.forms = pairs[:, self._directions.place]
         self._sizes[0, end] = 0.0 if T is None else self._length(T)
         self._accuracy[end] = 8 * THETA * frobenius_upper(rows, (-1,))
-        self.unsure = self._accuracy[end] * self._sizes[0, end] * (1 + 1e-9)
+        self.unsure = up(self._accuracy[end] * self._sizes[0, end], 1e-9)
         self.second[end] = self._norms(pairs, self.unsure)
         if self._twisted:
             self._twist(end)
@@ -109,7 +109,7 @@ class Jets:
     def _norms(self, pairs: Tensor, error: Tensor) -> Tensor:
         """(K) bounds of the norms of forms (K, pairs) that are known up to an error."""
         parts = [
-            gram_norm(some[:, self._directions.place].double(), unsure, _SQUARINGS).square() * (1 + 1e-9)
+            up(gram_norm(some[:, self._directions.place].double(), unsure, _SQUARINGS).square(), 1e-9)
             for some, unsure in zip(
                 *(torch.split(x, max(1, _CHUNK // self._directions.p**2)) for x in (pairs, error)), strict=True
             )
@@ -120,7 +120,7 @@ class Jets:
         """(K) bounds of what rounding may have done to the functions' second and third orders."""
         lost = functions.lengths @ self._defects[:, :-1].mT + functions.moving @ self._sizes[:, :-1].mT
         second, third = lost.unbind(-1)
-        return second * (radius * radius * (1 + 1e-9)), third * (radius * radius * radius * (1 + 1e-9))
+        return second * up(radius * radius, 1e-9), third * up(radius * radius * radius, 1e-9)
 
     # -- T
 
@@ -157,14 +157,14 @@ class Jets:
             new[part] += pushed
             lost.append(error)
         weight = self._directions.count.sqrt()
-        self._defects[0, i] += torch.linalg.vector_norm(torch.cat(lost) * weight) * (1 + 1e-9)
+        self._defects[0, i] += up(torch.linalg.vector_norm(torch.cat(lost) * weight), 1e-9)
         self._defects[0, i] += 2 * UNIT * self._length(new)
         return new
 
     def _length(self, T: Tensor) -> Tensor:
         """A bound of the Frobenius norm of T for ordered pairs, and so of ‖T[b, b]‖ for ‖b‖ <= 1."""
         length: Tensor = torch.linalg.vector_norm(token_lengths(T) * self._directions.count.sqrt())
-        return length * (1 + 1e-9)
+        return up(length, 1e-9)
 
     # -- U
 
@@ -172,7 +172,7 @@ class Jets:
         """Third orders, some triples after the others; squares of all norms are added."""
         walk, twists = self._walk, {}
         for i in list(self._kept):
-            size = float(self._sizes[0, i]) * self._longest[i] * (1 + 1e-9)
+            size = up(float(self._sizes[0, i]) * self._longest[i], 1e-9)
             twists[i], self._defects[1, i] = self._local(i).third_order(self._kept.pop(i), size, self._directions)
         squares = {i: torch.zeros(len(x), dtype=torch.float64) for i, x in self.second.items()}
         sizes, defects = torch.zeros_like(self._sizes)
@@ -208,12 +208,12 @@ class Jets:
             if U is not None:
                 sizes[end] += count @ token_lengths(U).square()
                 squares[end] += (walk.rows.flatten(1) @ U.flatten(1).mT).square() @ count
-        self._sizes[1] = sizes.sqrt() * (1 + 1e-9)
+        self._sizes[1] = up(sizes.sqrt(), 1e-9)
         # What was added at one place in three ways is at most √3 of its length.
-        self._defects[1] += (3 * defects).sqrt() * (1 + 1e-9)
+        self._defects[1] += up((3 * defects).sqrt(), 1e-9)
         for i, square in squares.items():
             unsure = self._accuracy[i] * self._sizes[1, i]
-            self.third[i] = (square.sqrt() + unsure) * (1 + 1e-9)
+            self.third[i] = up(square.sqrt() + unsure, 1e-9)
             if i < end:
                 nothing = torch.zeros(len(square), 1, dtype=torch.float64)
                 self._local(i).meet(3, nothing, nothing[0], float(unsure.amax()), self._directions)

@@ -42,7 +42,7 @@ def parabola(threshold: Tensor, origin: Tensor, reach: Tensor) -> Tensor:
     """
     touching = 1 / (4 * (threshold - origin))
     ending = (reach - threshold).clamp(min=0.0) / (reach - origin).square()
-    return torch.where(reach >= 2 * threshold - origin, touching, torch.minimum(touching, ending)) * (1 + 1e-12)
+    return up(torch.where(reach >= 2 * threshold - origin, touching, torch.minimum(touching, ending)), 1e-12)
 
 
 @final
@@ -58,7 +58,7 @@ class Kinks(Local):
     def __init__(self, u: Tensor, wiring: Links, slopes: tuple[float, float]) -> None:
         self.u, self._wiring, self._sides = u, wiring, slopes
         self._t, (low, high) = wiring.before(u), slopes
-        self._strength = (high - low) * (1 + 1e-15)
+        self._strength = up(high - low, 1e-15)
         self.positive = self._t.mid > 0
 
     @property
@@ -114,8 +114,8 @@ class Kinks(Local):
         reach = self._first * size.scale
         rest = torch.where(self._side > 0, high, low)
         threshold = self._distance - rest - (self._distance.abs() + rest) * 1e-15
-        self._open = (~(reach * (1 + 1e-12) <= threshold)).nonzero().squeeze(-1)
-        self._threshold, self._reach = threshold[self._open], reach[self._open] * (1 + 1e-12)
+        self._open = (~(up(reach, 1e-12) <= threshold)).nonzero().squeeze(-1)
+        self._threshold, self._reach = threshold[self._open], up(reach[self._open], 1e-12)
         other = torch.where(self._side > 0, low, high)
         ceiling = self._distance + other + (self._distance.abs() + other) * 1e-15
         self._ceiling, self._rows = ceiling[self._open], self._x[self._open]
@@ -133,7 +133,7 @@ class Kinks(Local):
             self._majorants.append((parabola(self._threshold, origin, self._reach), origin))
         steep = max(map(abs, self._sides))
         units = float(torch.linalg.vector_norm(reach + torch.maximum(low, high))) * steep
-        return self._wiring.grown(moved, units) * (1 + 1e-10)
+        return up(self._wiring.grown(moved, units), 1e-10)
 
     def _leading(self, size: Tensor) -> Tensor:
         """Which of the open units are the largest of those with which they share a rest."""
@@ -170,7 +170,7 @@ class Kinks(Local):
 
     def _most(self, w: Tensor, enough: Tensor | None) -> Tensor:
         """Bounds of Σ_u w_u (x_u·b - t'_u)₊, the least of a few choices of the parabolas, and by subsets."""
-        most: Tensor = w @ self._over * (1 + 1e-10)
+        most: Tensor = up(w @ self._over, 1e-10)
         large = worth(most, enough)
         if len(large) and w.shape[-1]:
             most[large] = torch.minimum(most[large], self._joint(w[large]))
@@ -183,7 +183,7 @@ class Kinks(Local):
             linear = self._squares.length(v * (-2 * origin))
             bounds.append(self._squares.most(v, r, self._reach) + r * linear + v @ origin.square())
         bounds.append(hinges(w, self._squares, self._threshold, self._reach, r, self._cube))
-        return torch.stack(bounds).amin(0) * (1 + 1e-10)
+        return up(torch.stack(bounds).amin(0), 1e-10)
 
     def take(self, prepared: Written, s: int, problem: Problem, varying: Tensor | None) -> None:
         wrong = prepared.c[s].abs() @ self._wrong + prepared.lost(self._wrong)[s]
@@ -191,15 +191,15 @@ class Kinks(Local):
         if varying is not None:
             error = error + varying[self._open] * self._strength
             wrong = wrong + varying @ self._wrong * self._strength
-        problem.lose("rounding", float(wrong) * (1 + 1e-10))
+        problem.lose("rounding", up(float(wrong), 1e-10))
         w = error - prepared.c[s, self._open]
         used = ~(w <= 0)
-        problem.weight = torch.cat([problem.weight, w[used] * (1 + 1e-12)])
+        problem.weight = torch.cat([problem.weight, up(w[used], 1e-12)])
         problem.x = torch.cat([problem.x, self._rows[used]])
         problem.threshold = torch.cat([problem.threshold, self._threshold[used]])
         problem.reach = torch.cat([problem.reach, self._reach[used]])
         problem.ceiling = torch.cat([problem.ceiling, self._ceiling[used]])
-        gain = prepared.c[s, self._open] * (1 - 1e-12) - error * (1 + 1e-12)
+        gain = down(prepared.c[s, self._open], 1e-12) - up(error, 1e-12)
         used = (gain > 0) & (self._reach > self._begin) & self._sure
         problem.gain = torch.cat([problem.gain, gain[used]])
         problem.rising = torch.cat([problem.rising, self._rows[used]])

@@ -15,7 +15,7 @@ from holdfast.compositions.forms.krylov import extremes, trust_region
 from holdfast.compositions.forms.local import THETA, Problem
 from holdfast.compositions.forms.region import Region
 from holdfast.linalg import Ball
-from holdfast.linalg.rounding import UNIT, frobenius_upper, gamma
+from holdfast.linalg.rounding import UNIT, frobenius_upper, gamma, up
 
 _CUBE_STEPS = 60
 _NEAR = 1e-4  # of the margin at the centre: how far a guess may be from what is then proved
@@ -120,7 +120,7 @@ def _with_kinks(problem: Problem, origin: Tensor) -> Quadratic:
     x = problem.x
     v = problem.weight * parabola(problem.threshold, origin, problem.reach)
     lengths = torch.linalg.vector_norm(x, dim=-1)
-    value = problem.value - float((v * origin.square()).sum()) * (1 + 1e-12)
+    value = problem.value - up(float((v * origin.square()).sum()), 1e-12)
     value -= 1e-15 * abs(value)
     tilt = THETA * float((2 * v * origin.abs() * lengths).sum() + torch.linalg.vector_norm(problem.gradient))
     return Quadratic(value, problem.gradient + 2 * (v * origin) @ x, problem.form, problem.rounding, tilt, v, x)
@@ -177,7 +177,7 @@ def _value(q: Quadratic, mu: float, defect: float, z: Tensor, region: Region, sc
     y, with V(2F)Vᵀ + μ in the place of C, so that the first term is bounded coordinate by coordinate; ‖y‖ <= scale.
     Where C may reach below zero by a defect, that takes ½ defect ‖b - z‖² more.
     """
-    r = region.radius * scale * (1 + 1e-14)
+    r = up(region.radius * scale, 1e-14)
     sides = None if region.sides is None else region.sides * scale
     V, at, H = Ball.exact(region.basis), Ball.exact(z.unsqueeze(-1)), q.F + q.F.mT
     b = at if sides is None else V.mT @ at
@@ -188,13 +188,13 @@ def _value(q: Quadratic, mu: float, defect: float, z: Tensor, region: Region, sc
         slope = float(frobenius_upper(left.mid) + frobenius_upper(left.rad)) * r
     else:
         left = V @ (Hb + q.g.unsqueeze(-1)) + at * mu
-        slope = float((left.mid.abs() + left.rad).squeeze(-1) @ sides) * (1 + 1e-10)
+        slope = up(float((left.mid.abs() + left.rad).squeeze(-1) @ sides), 1e-10)
     bowl = mu * r * r
     if sides is not None:  # of y, whose projection Vᵀy may be longer than it
         stretch = (region.radius - 1) * (region.radius + 1)
         defect = defect * (1 + stretch) + mu * stretch
     apart = r + float(frobenius_upper(at.mid))
-    unsure = (defect * apart * apart + 2 * q.rounding * r * r) * (1 + 1e-12)
+    unsure = up(defect * apart * apart + 2 * q.rounding * r * r, 1e-12)
     lost = slope + q.tilt * r + float(bent.upper) / 2 + (bowl + unsure) / 2
     value = q.value - lost - 1e-13 * (abs(q.value) + abs(slope) + abs(float(bent.upper)) + bowl)
     return value if math.isfinite(value) else -math.inf
@@ -211,5 +211,5 @@ def _semidefinite(H: Tensor, mu: float) -> tuple[float, float, Tensor | None]:
             L = L.tril()
             residual, product = float(frobenius_upper(A - L @ L.mT)), float(frobenius_upper(L).square())
             rounded = 2 * UNIT * float(A.diagonal().abs().max())  # the diagonal of A
-            return raised, (residual + gamma(len(A) + 2) * (product + residual) + rounded) * (1 + 1e-12), L
+            return raised, up(residual + gamma(len(A) + 2) * (product + residual) + rounded, 1e-12), L
     return mu, math.inf, None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from holdfast.compositions.forms.region import Region
 from holdfast.linalg.directions import Directions
+from holdfast.linalg.rounding import up
 
 if TYPE_CHECKING:
     from holdfast.compositions.forms.softmax import Softmax
@@ -32,14 +33,14 @@ THETA = 2.0**-37  # of absolute values: more than the rounding of a few nested i
 def token_lengths(T: Tensor) -> Tensor:
     """Bounds of Frobenius norms over the last two dimensions in one pass, for numbers whose squares do not overflow."""
     length: Tensor = torch.linalg.vector_norm(T, dim=(-2, -1))
-    return length * (1 + 1e-9) + 1e-150
+    return up(length, 1e-9) + 1e-150
 
 
 def second_lengths(second: Tensor) -> Tensor:
     """(K) the lengths of second orders (K, pairs) in float32, and more than what that takes of very small numbers."""
     parts = torch.split(second, max(1, _CHUNK // max(1, second.shape[-1])))  # each of which is copied in float64
     lengths = torch.cat([torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64) for part in parts])
-    return lengths * (1 + 1e-9) + 1e-30
+    return up(lengths, 1e-9) + 1e-30
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Size:
 
     @classmethod
     def of(cls, region: Region, scale: float, careful: bool = True) -> Size:
-        return cls(scale, max(1.0, region.radius) * scale * (1 + 1e-14), region, careful)
+        return cls(scale, up(max(1.0, region.radius) * scale, 1e-14), region, careful)
 
     def cube(self, rows: Tensor) -> Tensor | None:
         """(K, P) coefficients of the rows x·a on the cube's coordinates over their sides; None for a ball."""
@@ -157,18 +158,18 @@ class Problem:
         Squares that together are slight are replaced by what they may take off, so that only the others cost a product.
         """
         total = torch.stack(list(weights.values())).sum(0)
-        sizes = torch.stack(list(weights.values())).abs().sum(0) * reach.square() * (1 + 1e-12)
+        sizes = up(torch.stack(list(weights.values())).abs().sum(0) * reach.square(), 1e-12)
         order = sizes.argsort()
         dropped = order[sizes[order].cumsum(0) <= self.slight]
         kept = torch.ones_like(sizes, dtype=torch.bool)
         kept[dropped] = False
         for name, weight in weights.items():
-            below = float((weight.clamp(max=0.0).abs()[dropped] * reach[dropped].square()).sum()) * (1 + 1e-9)
+            below = up(float((weight.clamp(max=0.0).abs()[dropped] * reach[dropped].square()).sum()), 1e-9)
             self.lose(name, below)
             self.named.append((name, rows[kept], weight[kept]))
         x = rows[kept]
         self.form += (x * total[kept].unsqueeze(-1)).mT @ x
-        self.rounding += float(rounding[kept].sum()) * (1 + 1e-9)
+        self.rounding += up(float(rounding[kept].sum()), 1e-9)
 
     def breakdown(self, b: Tensor, lost: float) -> dict[str, float]:
         """How the loss is made up at the point b; what is left of it goes to the kinks."""

@@ -22,6 +22,7 @@ from holdfast.compositions.forms.walk import CentreWalk, Covectors
 from holdfast.errors import InputError, MemoryLimitError, NotApplicableError, TimeLimitError
 from holdfast.layers.piece import LinearPiece
 from holdfast.linalg.arithmetic import Proved
+from holdfast.linalg.rounding import up
 from holdfast.network.network import Network
 
 _TRIFLE = 0.002  # of a margin, that all places together may lose to what is not worth a matrix
@@ -203,7 +204,7 @@ class Margins:
         """Every local learns of the scale; then what the margins lose."""
         size = Size.of(self.region, scale, careful)
         moved, radius = self._moved(size), size.radius
-        tiny = (self._margins.tiny(scale, moved[:-1]) + self.walk.row_error * moved[-1]) * (1 + 1e-12)
+        tiny = up(self._margins.tiny(scale, moved[:-1]) + self.walk.row_error * moved[-1], 1e-12)
         if self._batches.expanded:
             orders = self._batches.at_end(radius, tiny)
             return _Settled(radius, tiny, tiny + self._batches.unsure(radius) + sum(orders), {}, orders)
@@ -229,8 +230,8 @@ class Margins:
                     if isinstance(place.piece, LinearPiece)
                     else self._settle_one(i, size, moved)
                 )
-                v = (v + place.defect) * (1 + 1e-12)
-            u = (u + v + join) * (1 + 1e-12) if skip else v
+                v = up(v + place.defect, 1e-12)
+            u = up(u + v + join, 1e-12) if skip else v
         moved[-1] = u
         return moved
 
@@ -247,7 +248,7 @@ class Margins:
             rests = batches.derived[i].rests(size.radius, float(moved[i]))
         else:
             functions, error = self.functions[i]
-            tiny = (functions.tiny(size.scale, moved[:-1]) + error * moved[i]) * (1 + 1e-12)
+            tiny = up(functions.tiny(size.scale, moved[:-1]) + error * moved[i], 1e-12)
             enough = (_SLIGHT * size.scale if self._sharp else math.inf) * batches.suprema[i].clamp(min=1e-300)
             rests = batches.beyond(i, size.radius, enough, tiny)
         self.beyond[i] = rests.low, rests.high
@@ -281,7 +282,7 @@ class Margins:
 
     def _cheaply(self, scale: float, settled: _Settled) -> Tensor:
         """(classes - 1) bounds of the margins in which everything that is lost is added up."""
-        lost = (settled.lost + self._slopes * scale) * (1 + 1e-10)
+        lost = up(settled.lost + self._slopes * scale, 1e-10)
         cheap = self.walk.margins - lost - self.walk.margins.abs() * 1e-15
         return cheap.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
 

@@ -35,7 +35,7 @@ from holdfast.compositions.forms.third import TokenOrders, Triples
 from holdfast.layers.norm.piece import Normalisation
 from holdfast.linalg import Ball
 from holdfast.linalg.directions import Directions
-from holdfast.linalg.rounding import frobenius_upper
+from holdfast.linalg.rounding import down, frobenius_upper, up
 from holdfast.linalg.squarings import gram_norm, thin_gram_norm
 
 _SMALL = 1e-100
@@ -80,7 +80,7 @@ class Normalised(SmoothLocal):
         self._n, self._c, self._scale = n.mid, c.mid, scale.mid.expand(u.shape[-1])
         relative = float(frobenius_upper(n.rad, (-1,)).amax()) + float((c.rad / c.mid).amax())
         self._theta = THETA + 16 * relative  # the scale is within 4 units in the last place
-        self._largest = float(self._scale.abs().amax()) * (1 + 1e-12)
+        self._largest = up(float(self._scale.abs().amax()), 1e-12)
         self._pull_size = 4 * self._largest * float(self._c.amax())  # the derivative's norm on absolute values
 
     @property
@@ -118,7 +118,7 @@ class Normalised(SmoothLocal):
             turned = (W[:, first] * A[second] + W[:, second] * A[first]) / 2
             out[:, token] = ((self._n[token].unsqueeze(-1) * along - turned) * self._scale.unsqueeze(-1)).mT
         size = float(torch.linalg.vector_norm(self._second_size())) * self._largest
-        return out, 16 * self._theta * size * (1 + 1e-9)
+        return out, up(16 * self._theta * size, 1e-9)
 
     def functions(self, T: Tensor) -> Tensor:
         w = (self._piece.centred(T) * self._c)[:, self._tokens]
@@ -150,7 +150,7 @@ class Normalised(SmoothLocal):
         total = torch.linalg.vector_norm(8 * lengths * (lengths.square() + d**0.5 * size))
         own_w, own_a = self._split(second_lengths(second))
         kept = torch.linalg.vector_norm(8 * lengths * (torch.linalg.vector_norm(own_w, dim=-1) + own_a))
-        return at, (16 * self._theta * float(total) + NARROW * float(kept)) * self._largest * (1 + 1e-9)
+        return at, up((16 * self._theta * float(total) + NARROW * float(kept)) * self._largest, 1e-9)
 
     def covectors(self, tokens: Tensor) -> tuple[Named, Tensor]:
         """The coordinates of w and then a, of every token."""
@@ -171,7 +171,7 @@ class Normalised(SmoothLocal):
     def most(self, y: Tensor) -> Tensor:
         size, n, c = y[self._tokens], self._n[self._tokens], self._c[self._tokens]
         eye = self._piece.centred(torch.eye(y.shape[-1], dtype=torch.float64)).abs()
-        return torch.cat([((size @ eye) * c).flatten(), (size * n.abs() * c).sum(-1)]) * (1 + 1e-9)
+        return up(torch.cat([((size @ eye) * c).flatten(), (size * n.abs() * c).sum(-1)]), 1e-9)
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(i, d, …) of w and (i, …) of a."""
@@ -182,8 +182,8 @@ class Normalised(SmoothLocal):
         self._W, self._A = W, A = self._split(X)
         self._first = self._split(first)
         count, d, _ = W.shape
-        self._length, self._norm = torch.linalg.matrix_norm(W) * (1 + 1e-12), thin_gram_norm(W, 3)
-        self._lengths = torch.linalg.vector_norm(A, dim=-1) * (1 + 1e-12)
+        self._length, self._norm = up(torch.linalg.matrix_norm(W), 1e-12), thin_gram_norm(W, 3)
+        self._lengths = up(torch.linalg.vector_norm(A, dim=-1), 1e-12)
         token = torch.arange(count)
         self._squares = Squares(X, torch.cat([token, token]), torch.cat([token.repeat_interleave(d), count + token]))
         self._gram = W @ W.mT
@@ -209,17 +209,17 @@ class Normalised(SmoothLocal):
         inner = inner + pairs / 2
         size = n.abs() * (1.5 * self._lengths.square() + 0.5 * self._length.square()).unsqueeze(-1)
         size = size + self._lengths.unsqueeze(-1) * torch.linalg.vector_norm(self._W, dim=-1)
-        return QuadraticSums(inner.reshape(count * d, count * d), size.flatten() * (1 + 1e-9))
+        return QuadraticSums(inner.reshape(count * d, count * d), up(size.flatten(), 1e-9))
 
     def prepare(self, mu: Tensor) -> Tokens:
         mu = mu[:, self._tokens]
         tokens = (mu != 0).any(-1).any(0).nonzero().squeeze(-1)
         m, theta = mu[:, tokens] * self._scale, self._theta
-        size = torch.linalg.vector_norm(m, dim=-1) * (1 + 1e-12) + 1e-30  # more than what float32 takes for zero
+        size = up(torch.linalg.vector_norm(m, dim=-1), 1e-12) + 1e-30  # more than what float32 takes for zero
         along = (m * self._n[self._tokens[tokens]]).sum(-1)
-        most = (along.abs() + 2 * theta * size) * (1 + 1e-12)
+        most = up(along.abs() + 2 * theta * size, 1e-12)
         square = torch.einsum("sic,ice,sie->si", m, self._gram[tokens], m).clamp(min=0.0)
-        v = (square + 8 * theta * (size * self._length[tokens]).square()).sqrt() * (1 + 1e-10)
+        v = up((square + 8 * theta * (size * self._length[tokens]).square()).sqrt(), 1e-10)
         alone = ((mu != 0).any(-1).sum(-1) == 1).double()
         return Tokens(tokens, m.float(), along, most, size, v, torch.full((len(m),), torch.nan).double(), alone)
 
@@ -236,12 +236,12 @@ class Normalised(SmoothLocal):
             apart = self._squares.most(weights, 1.0, torch.cat([self._norm, self._lengths]))
             apart = apart + one.v @ self._lengths[one.tokens]
             bent = torch.minimum(self._second.most(m.flatten(1)), apart)
-            prepared.bent[unknown] = (bent + rounding) * (1 + 1e-9)
+            prepared.bent[unknown] = up(bent + rounding, 1e-9)
         return prepared.bent[index]
 
     def _unsure(self, one: Tokens) -> Tensor:
         """(S) what rounding, float32 included, may do to Q₂ on the unit ball."""
-        return (16 * self._theta + _NARROW) * (one.size @ self._second_size()[one.tokens]) * (1 + 1e-9)
+        return up((16 * self._theta + _NARROW) * (one.size @ self._second_size()[one.tokens]), 1e-9)
 
     def _everywhere(self, tokens: Tensor, on_b: Tensor, on_a: Tensor) -> Tensor:
         """(S, 2 i) weights on ‖Wb‖² and (A·b)² of all tokens that matter, from those of some."""
@@ -260,15 +260,15 @@ class Normalised(SmoothLocal):
         self._lost = None if rests.unsure is None else self._split(rests.unsure)[0]
         self._rest_w, self._rest_a = self._split(rests.most)
         first_w, first_a = (x * size.scale for x in self._first)
-        self._rest = torch.linalg.vector_norm(self._rest_w, dim=-1) * (1 + 1e-12)
+        self._rest = up(torch.linalg.vector_norm(self._rest_w, dim=-1), 1e-12)
         if self._third is not None:  # all coordinates of the second order together
             joint = size.radius * size.radius * self._met[0].norm + torch.linalg.vector_norm(self._third[0], dim=-1)
-            self._rest = torch.minimum(self._rest, joint * (1 + 1e-9))
-        self._w = torch.minimum(size.radius * self._norm, torch.linalg.vector_norm(first_w, dim=-1)) * (1 + 1e-12)
-        self._a = first_a * (1 + 1e-12)
-        a = (self._a + self._rest_a) * (1 + 1e-12)
-        b = (self._w + self._rest).square() * (1 + 1e-12)
-        left = torch.where(a < 1, 1 - a, 0.0) * (1 - 1e-12)
+            self._rest = torch.minimum(self._rest, up(joint, 1e-9))
+        self._w = up(torch.minimum(size.radius * self._norm, torch.linalg.vector_norm(first_w, dim=-1)), 1e-12)
+        self._a = up(first_a, 1e-12)
+        a = up(self._a + self._rest_a, 1e-12)
+        b = up((self._w + self._rest).square(), 1e-12)
+        left = down(torch.where(a < 1, 1 - a, 0.0), 1e-12)
         # |ζ| <= 5/16 |x|³/(1 - a)⁷ <= tail (4a² + (4a + b) b); every number with a factor a² or b, for m₀ and for v.
         tail = 5 / 16 * (2 * a + b) / left**7
         mixed = 4 * a + b
@@ -276,11 +276,11 @@ class Normalised(SmoothLocal):
         self._on_a = 4 * tail, 1.5 + 4 * tail
         beyond = b * self._on_b[1] + a.square() * self._on_a[1]  # |g - 1 + a|
         n = self._n[self._tokens].abs() + self._theta
-        coordinate = (first_w + self._rest_w) * (1 + 1e-12)
+        coordinate = up(first_w + self._rest_w, 1e-12)
         left_out = n * beyond.unsqueeze(-1) + coordinate * (a + beyond).unsqueeze(-1)
-        self._output_rests = (left_out * self._scale.abs() * (1 + 1e-9)).flatten()
+        self._output_rests = up(left_out * self._scale.abs(), 1e-9).flatten()
         chord = torch.minimum(torch.full_like(b, 2.0), b.sqrt() / left)
-        return self._largest * float(torch.linalg.vector_norm(chord)) * (1 + 1e-9)
+        return up(self._largest * float(torch.linalg.vector_norm(chord)), 1e-9)
 
     def output_rows(self) -> tuple[Tensor, Tensor]:
         """(n, d, p) first-order rows of the output, scale ⊙ (w - n a), and (n, d) what they are rounded by for ‖b‖ = 1.
@@ -292,7 +292,7 @@ class Normalised(SmoothLocal):
         n = self._n[self._tokens]
         rows[self._tokens] = (self._W - n.unsqueeze(-1) * self._A.unsqueeze(1)) * self._scale.unsqueeze(-1)
         sizes = torch.linalg.vector_norm(self._W, dim=-1) + self._lengths.unsqueeze(-1)
-        unsure[self._tokens] = 4 * self._theta * sizes * self._scale.abs() * (1 + 1e-9)
+        unsure[self._tokens] = up(4 * self._theta * sizes * self._scale.abs(), 1e-9)
         return rows, unsure
 
     def output_beyond(self) -> Tensor:
@@ -307,7 +307,7 @@ class Normalised(SmoothLocal):
         """Weights of the rest on ‖Wb‖² and (A·b)², (S, i), and numbers (S)."""
         t, along = one.tokens, one.most_along
         v = self._size.radius * one.v
-        rest_v = (one.m.abs() * (1 + _NARROW) * self._rest_w[t]).sum(-1) * (1 + 1e-12) + 1e-37 * self._rest_w[t].sum(-1)
+        rest_v = up((one.m.abs() * (1 + _NARROW) * self._rest_w[t]).sum(-1), 1e-12) + 1e-37 * self._rest_w[t].sum(-1)
         v_all = v + rest_v
         w, a, rest, rest_a = self._w[t], self._a[t], self._rest[t], self._rest_a[t]
         on_b = along * self._on_b[0][t] + v_all * self._on_b[1][t]
@@ -318,7 +318,7 @@ class Normalised(SmoothLocal):
         number = (on_b + along / 2) * square_w + (on_a + 1.5 * along) * square_a
         number = number + a * rest_v + rest_a * v_all
         on_b, on_a = on_b * (1 + eta_w) + along / 2 * eta_w, on_a * (1 + eta_a) + 1.5 * along * eta_a
-        return on_b * (1 + 1e-9), on_a * (1 + 1e-9), number.sum(-1) * (1 + 1e-9)
+        return up(on_b, 1e-9), up(on_a, 1e-9), up(number.sum(-1), 1e-9)
 
     def meet(self, degree: int, order: Tensor, count: Tensor, unsure: float, directions: Directions) -> None:
         w = self._split(order)[0].double()
@@ -328,7 +328,7 @@ class Normalised(SmoothLocal):
             squares = torch.stack([torch.einsum("cpq,cqr->pr", T, T) for T in (token[:, place] for token in w)])
             error = 8 * THETA * torch.einsum("ipp->i", squares)
             bound = gram_norm(squares, error, 2) + unsure * w.shape[1] ** 0.5
-            self._met[0].norm = bound * (1 + 1e-9)
+            self._met[0].norm = up(bound, 1e-9)
         self._met[degree - 2].add(w, count, unsure)
 
     def _turned(self, one: Tokens, earlier: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -343,17 +343,15 @@ class Normalised(SmoothLocal):
         assert self._lost is not None
         t, r = one.tokens, self._size.radius
         m = one.m.abs() * (1 + _NARROW) + 1e-37
-        rest, third, fourth = (
-            (m * x[t]).sum(-1) * (1 + 1e-12) for x in (self._rest_w, self._third[0], self._fourth[0])
-        )
+        rest, third, fourth = (up((m * x[t]).sum(-1), 1e-12) for x in (self._rest_w, self._third[0], self._fourth[0]))
         if earlier is not None:
             lost = 2 * (m * self._lost[t]).sum(-1)
             own = torch.minimum(fourth, earlier.unsqueeze(-1) + one.most_along * self._fourth[1][t] + lost)
             fourth = torch.where(one.alone.unsqueeze(-1) > 0, own, fourth)
         second, cubic = (met.most(t, one.m, one.size) for met in self._met)
         second, cubic = second * (r * r), cubic * (r * r * r)
-        third = torch.minimum(third, (cubic + fourth) * (1 + 1e-9))
-        return torch.minimum(rest, (second + third) * (1 + 1e-9)), third
+        third = torch.minimum(third, up(cubic + fourth, 1e-9))
+        return torch.minimum(rest, up(second + third, 1e-9)), third
 
     def _beyond_third(self, one: Tokens, third: tuple[Tensor, Tensor], earlier: Tensor | None) -> Tensor:
         """(S) bounds of what is beyond third order, where the functions' rests from there on are `third`."""
@@ -369,18 +367,18 @@ class Normalised(SmoothLocal):
         most = most + a * third_v + third_a * v + rest_a * rest_v
         most = most + m0 * (1.5 * (rest_a * b + a * bent_w) + 7.5 * all_a.square() * rest_a)
         most = most + all_v * (1.5 * bent_a + bent_w / 2) + rest_v * (1.5 * a.square() + w.square() / 2)
-        x, left = 2 * all_a + b, torch.where(all_a < 1, 1 - all_a, 0.0) * (1 - 1e-12)
+        x, left = 2 * all_a + b, down(torch.where(all_a < 1, 1 - all_a, 0.0), 1e-12)
         cube = 12 * all_a.square() * b + 6 * all_a * b.square() + b**3
         most = most + m0 * (0.375 * b.square() + 5 / 16 * cube + 35 / 128 * x**4 / left**9)
         most = most + all_v * (1.5 * all_a * b + 0.375 * b.square() + 5 / 16 * x**3 / left**7)
-        total: Tensor = most.sum(-1) * (1 + 1e-9)
+        total: Tensor = up(most.sum(-1), 1e-9)
         return total
 
     def _term_by_term(self, one: Tokens) -> Tensor:
         """(S) bounds of |Q₂|, which norms may make smaller."""
         r, w, a = self._size.radius, self._w[one.tokens], self._a[one.tokens]
         second = (one.most_along / 2 * (w.square() + 3 * a.square()) + a * r * one.v).sum(-1)
-        return (second + self._unsure(one) * (r * r)) * (1 + 1e-9)
+        return up(second + self._unsure(one) * (r * r), 1e-9)
 
     def range(
         self,
@@ -396,7 +394,7 @@ class Normalised(SmoothLocal):
             one, r = prepared.some(slice(None)), self._size.radius
             if not bent and self._third is not None:
                 most = most + self._beyond_third(one, self._third, earlier)
-                return most * (1 + 1e-9), most * (1 + 1e-9)
+                return up(most, 1e-9), up(most, 1e-9)
             on_b, on_a, number = self._weights(one)
             weights = self._everywhere(one.tokens, on_b, on_a)
             form = self._squares.most(weights, r, torch.cat([self._w, self._a]), enough)
@@ -407,7 +405,7 @@ class Normalised(SmoothLocal):
                 if len(large):
                     second[large] = torch.minimum(second[large], self._bent(prepared, large) * (r * r))
                 most = most + second
-        return most * (1 + 1e-9), most * (1 + 1e-9)
+        return up(most, 1e-9), up(most, 1e-9)
 
     def take(self, prepared: Tokens, s: int, problem: Problem, varying: Tensor | None) -> None:
         square = self._size.radius * self._size.radius
@@ -424,15 +422,15 @@ class Normalised(SmoothLocal):
             second = (A * (1.5 * along).unsqueeze(-1) - turned).mT @ A
             second = second - (W * (along / 2).repeat_interleave(d).unsqueeze(-1)).mT @ W
             problem.add("second order", (second + second.mT) / 2, 0.0)
-            problem.lose("rounding", 2 * float(self._unsure(one)) * square * (1 + 1e-9))
+            problem.lose("rounding", up(2 * float(self._unsure(one)) * square, 1e-9))
         on_b, on_a, number = (x[0] for x in self._weights(one))
         weights = torch.cat([on_b.repeat_interleave(d), on_a])
         rows, reach = torch.cat([W, A]), torch.cat([self._first[0][t].flatten(), self._first[1][t]]) * self._size.scale
         rounding_of_rows = 1e-9 * weights * torch.linalg.vector_norm(rows, dim=-1).square()
-        problem.add_squares(rows, {"normalisation rest": -weights}, rounding_of_rows, reach * (1 + 1e-12))
-        problem.lose("carried rests", float(number) * (1 + 1e-9))
+        problem.add_squares(rows, {"normalisation rest": -weights}, rounding_of_rows, up(reach, 1e-12))
+        problem.lose("carried rests", up(float(number), 1e-9))
         if varying is not None:
-            problem.lose("carried rests", float(varying @ self._output_rests) * (1 + 1e-9))
+            problem.lose("carried rests", up(float(varying @ self._output_rests), 1e-9))
 
     def seen(self, mu: Tensor) -> tuple[Tensor, float]:
         """The coordinates of the tokens' outputs."""

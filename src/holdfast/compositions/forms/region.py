@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float64
 from torch import Tensor
 
 from holdfast.linalg import Ball
-from holdfast.linalg.rounding import frobenius_upper, gamma
+from holdfast.linalg.rounding import down, frobenius_upper, gamma, up
 
 _RANK = 1e-11  # singular values below it, relative, are left to the error
 _ROUNDS = 8  # in which blocks are told apart
@@ -64,7 +64,7 @@ class Region:
         if half is not None:
             weight = torch.linalg.vector_norm(L.mid * half, dim=0)
             weight = weight + 1e-3 * weight.mean() + 1e-300
-            sides = (weight / weight.sum()).sqrt() * (1 - 1e-10)  # so that ‖s‖ <= 1 in spite of rounding
+            sides = down((weight / weight.sum()).sqrt(), 1e-10)  # so that ‖s‖ <= 1 in spite of rounding
             rows = L * (Ball.exact(half) / sides)
         blocks, bases, p = [], [], 0
         outside = rows.rad.clone()
@@ -83,7 +83,7 @@ class Region:
         for block, (V, image) in zip(blocks, bases, strict=True):
             basis[block.inputs, block.coordinates], J[block.outputs, block.coordinates] = V, image
         missed += float(frobenius_upper(outside))
-        return cls(sides, basis, J, missed * (1 + 1e-12), tuple(blocks))
+        return cls(sides, basis, J, up(missed, 1e-12), tuple(blocks))
 
     @property
     def p(self) -> int:
@@ -97,12 +97,12 @@ class Region:
             V = self.basis[block.inputs, block.coordinates]
             gram = Ball.exact(V.mT) @ V - torch.eye(V.shape[1], dtype=torch.float64)
             stretch = max(stretch, float((1 + frobenius_upper(gram.mid) + frobenius_upper(gram.rad)).sqrt()))
-        return stretch * (1 + 1e-14)
+        return up(stretch, 1e-14)
 
     @cached_property
     def reach(self) -> float:
         """A bound of ‖L(h ⊙ y)‖ over the region."""
-        return float(frobenius_upper(self.J)) * self.radius * (1 + 1e-14) + self.missed
+        return up(float(frobenius_upper(self.J)) * self.radius, 1e-14) + self.missed
 
     def reduced(self, covectors: Float64[Tensor, "K N"]) -> tuple[Tensor, Tensor]:
         """The rows x = c J (K, p), and (K) a bound of |c·L(h ⊙ y) - x·a| over the region."""
@@ -111,7 +111,7 @@ class Region:
         rows = covectors.new_zeros(len(covectors), self.p)
         for block in self.blocks:
             rows[:, block.coordinates] = covectors[:, block.outputs] @ self.J[block.outputs, block.coordinates]
-        return rows, error * (1 + 1e-12)
+        return rows, up(error, 1e-12)
 
     def spread(self, x: Float64[Tensor, "K p"]) -> Float64[Tensor, "K P"]:
         """The rows x Vᵀ: functions x·a as functions of y."""
@@ -126,7 +126,7 @@ class Region:
         if self.sides is not None:
             rounding = 2 * gamma(self.p) * self.p**0.5  # √p is about the norm of |V| at most
             most = torch.minimum(most, self.spread(x).abs() @ self.sides + most * rounding)
-        return most * (1 + 1e-10)
+        return up(most, 1e-10)
 
 
 def _basis(rows: Float64[Tensor, "N P"]) -> Float64[Tensor, "P p"]:

@@ -140,7 +140,7 @@ class SmoothUnits(SmoothLocal):
 
     def place(self, X: Tensor, first: Tensor) -> None:
         self._x, self._first = X, first
-        self._lengths = torch.linalg.vector_norm(X, dim=-1) * (1 + 1e-12)
+        self._lengths = up(torch.linalg.vector_norm(X, dim=-1), 1e-12)
         self._units = self.stride
 
     @cached_property
@@ -164,7 +164,7 @@ class SmoothUnits(SmoothLocal):
         for part, form in self._groups:
             if bool((weights[:, part] != 0).any()):
                 norm = norm + form.most(weights[:, part])
-        return norm * (1 + 1e-10)
+        return up(norm, 1e-10)
 
     def _among(self, x: Tensor, tokens: Tensor) -> Tensor:
         """Of numbers of all units those at some of their tokens."""
@@ -172,28 +172,28 @@ class SmoothUnits(SmoothLocal):
 
     def settle(self, size: Size, rests: Rests, moved: float) -> float:
         self._size = size
-        self._rho = rho = self._first * size.scale * (1 + 1e-12)
+        self._rho = rho = up(self._first * size.scale, 1e-12)
         rest, third = rests.most, rests.third
-        reach = (rho + rest) * (1 + 1e-12)
+        reach = up(rho + rest, 1e-12)
         low, high = down(self._low - reach), up(self._high + reach)
         reached = self._phi.range(2, low, high)
         drift = up(torch.maximum(reached.high - self._bend, self._bend - reached.low)).clamp(min=0.0)
         bend = self._bend.abs()
-        self._steep = (bend + drift) / 2 * reach.square() * (1 + 1e-12)  # sup |ε|
-        self._second = bend / 2 * rho.square() * (1 + 1e-12)
+        self._steep = up((bend + drift) / 2 * reach.square(), 1e-12)  # sup |ε|
+        self._second = up(bend / 2 * rho.square(), 1e-12)
         eta = rest / rho.clamp(min=_SMALL)
-        self._form = (drift * (1 + eta) + bend * eta) / 2 * (1 + 1e-12)
-        self._number = (drift + bend) / 2 * (rest.square() + rho * rest) * (1 + 1e-12)
-        self._third = (self._form * rho.square() + self._number) * (1 + 1e-12)
+        self._form = up((drift * (1 + eta) + bend * eta) / 2, 1e-12)
+        self._number = up((drift + bend) / 2 * (rest.square() + rho * rest), 1e-12)
+        self._third = up(self._form * rho.square() + self._number, 1e-12)
         self._left = self._third
         if third is not None:
             turned = self._phi.range(3, low, high)
             drift = up(torch.maximum(turned.high - self._turn, self._turn - turned.low)).clamp(min=0.0)
             left = bend * (rho * third + rest.square() / 2) + self._unsure / 2 * reach.square()
             left = left + self._turn.abs() / 2 * reach.square() * rest  # |h³ - (x·b)³| <= 3h²|r|
-            self._left = (left + drift / 6 * reach**3) * (1 + 1e-12)
+            self._left = up(left + drift / 6 * reach**3, 1e-12)
         slopes = self._phi.range(1, low, high).magnitude
-        return self._wiring.grown(moved, float(torch.linalg.vector_norm(slopes * reach))) * (1 + 1e-10)
+        return up(self._wiring.grown(moved, float(torch.linalg.vector_norm(slopes * reach))), 1e-10)
 
     def range(
         self,
@@ -206,7 +206,7 @@ class SmoothUnits(SmoothLocal):
     ) -> tuple[Tensor, Tensor]:
         beyond = torch.zeros((), dtype=torch.float64) if varying is None else varying @ self._steep
         if prepared is None:
-            return beyond * (1 + 1e-10), beyond * (1 + 1e-10)
+            return up(beyond, 1e-10), up(beyond, 1e-10)
         c, tokens = prepared.written.c.double(), prepared.tokens
         third, steep, second, sign = (
             self._among(x, tokens)
@@ -216,7 +216,7 @@ class SmoothUnits(SmoothLocal):
         narrow = NARROW * (c.abs() @ most) + _TINY * most.sum()
         beyond = beyond + c.abs() @ third + prepared.written.lost(most) + narrow
         if not bent:
-            return beyond * (1 + 1e-9), beyond * (1 + 1e-9)
+            return up(beyond, 1e-9), up(beyond, 1e-9)
         turned = c * sign
         low, high = (part.clamp(min=0.0) @ second for part in (-turned, turned))
         large = worth(torch.maximum(low, high), enough)
@@ -225,7 +225,7 @@ class SmoothUnits(SmoothLocal):
             prepared.norm[part] = self._norms(c[part], tokens)
         norm = prepared.norm * (self._size.radius * self._size.radius)
         low, high = (torch.where(norm < part, norm, part) + beyond for part in (low, high))
-        return low * (1 + 1e-9), high * (1 + 1e-9)
+        return up(low, 1e-9), up(high, 1e-9)
 
     def take(self, prepared: Bends, s: int, problem: Problem, varying: Tensor | None) -> None:
         c, tokens = prepared.written.c[s].double(), prepared.tokens
@@ -237,11 +237,11 @@ class SmoothUnits(SmoothLocal):
         rounding = 8 * THETA * weights["second order"].abs() + 1e-9 * weights["activation rest"].abs()
         x = self._x.reshape(-1, self._units, self._x.shape[-1])[tokens].flatten(0, 1)
         problem.add_squares(x, weights, 2 * rounding * lengths.square(), rho)
-        problem.lose("carried rests", float(c.abs() @ number) * (1 + 1e-9))
+        problem.lose("carried rests", up(float(c.abs() @ number), 1e-9))
         narrow = NARROW * float(c.abs() @ steep) + _TINY * float(steep.sum())
-        problem.lose("rounding", (float(prepared.written.lost(steep)[s]) + narrow) * (1 + 1e-9))
+        problem.lose("rounding", up(float(prepared.written.lost(steep)[s]) + narrow, 1e-9))
         if varying is not None:
-            problem.lose("carried rests", float(varying @ self._steep) * (1 + 1e-9))
+            problem.lose("carried rests", up(float(varying @ self._steep), 1e-9))
 
     def seen(self, mu: Tensor) -> tuple[Tensor, float]:
         written = Written.of(self._wiring, mu[:, self._tokens])

@@ -9,6 +9,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from holdfast.compositions.forms.local import THETA
+from holdfast.linalg.rounding import up
 from holdfast.linalg.squarings import gram_norm, thin_gram_norm
 
 _CHUNK = 2**18
@@ -41,7 +42,7 @@ class Squares:
         self._rows, self._members = rows, members
         self._blocks, self._count = blocks, int(blocks.max()) + 1 if len(blocks) else 0
         self._lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1)
-        self.lengths = self._lengths * (1 + 1e-12)
+        self.lengths = up(self._lengths, 1e-12)
 
     @cached_property
     def gram(self) -> Tensor:
@@ -69,14 +70,14 @@ class Squares:
 
         Where the sum of the terms' own suprema is below `enough`, it is not made any smaller.
         """
-        most: Tensor = weights @ suprema.square() * (1 + 1e-10)
+        most: Tensor = up(weights @ suprema.square(), 1e-10)
         if self._count == 0:
             return most
         large = worth(most, enough)
         if not len(large):  # a split of nothing would have one part, and ask for all inner products
             return most
         for part in torch.split(large, max(1, _CHUNK // weights.shape[-1])):
-            joint = self._most(weights[part]) * (radius * radius * (1 + 1e-10))
+            joint = self._most(weights[part]) * up(radius * radius, 1e-10)
             most[part] = torch.minimum(most[part], joint)
         return most
 
@@ -90,15 +91,15 @@ class Squares:
                 inside = self._blocks == b
                 seen = (w[:, inside] @ self._squares[inside]) * w  # (S, K)
                 N[:, b] = torch.zeros(S, nb, dtype=torch.float64).index_add_(1, self._blocks, seen)
-        N = N.clamp(min=0.0).sqrt() * (1 + 1e-10)
-        norms: Tensor = gram_norm(N, 1e-12 * torch.linalg.matrix_norm(N), 4).square() * (1 + 1e-10)
+        N = up(N.clamp(min=0.0).sqrt(), 1e-10)
+        norms: Tensor = up(gram_norm(N, 1e-12 * torch.linalg.matrix_norm(N), 4).square(), 1e-10)
         return norms
 
     def length(self, coefficients: Float64[Tensor, "S K"]) -> Float64[Tensor, " S"]:
         """Bounds of ‖Σ_k c_k x_k‖, for coefficients of either sign."""
         square = ((coefficients @ self.gram) * coefficients).sum(-1).clamp(min=0.0)
         size = coefficients.abs() @ self.lengths
-        lengths: Tensor = (square + THETA * size.square()).sqrt() * (1 + 1e-10)
+        lengths: Tensor = up((square + THETA * size.square()).sqrt(), 1e-10)
         return lengths
 
 
@@ -138,21 +139,21 @@ def hinges(
             gram = v.unsqueeze(-1) * squares.gram[k.unsqueeze(-1), k.unsqueeze(-2)] * v.unsqueeze(-2)
             long = (v * squares.lengths[k]).sum(-1, keepdim=True).square()
             square = ((tried @ gram) * tried).sum(-1).clamp(min=0.0) + THETA * long  # (S, 2^g)
-            most = torch.minimum(square.sqrt() * radius, (v * suprema[k]) @ tried.mT) * (1 + 1e-10)
+            most = up(torch.minimum(square.sqrt() * radius, (v * suprema[k]) @ tried.mT), 1e-10)
             lost = (v * threshold[k]) @ tried.mT
             for _ in range(_ROUNDS if cube is not None else 0):  # the largest ones are worth a sharper bound
                 assert cube is not None
                 top = (most - lost).topk(min(_SHARPER, len(tried)), -1).indices  # (S, top)
                 sharp = (tried[top] * v.unsqueeze(-2)) @ cube[k]  # (S, top, P)
-                sharp = torch.linalg.vector_norm(sharp, 1, -1) * (radius * (1 + 1e-10))
+                sharp = torch.linalg.vector_norm(sharp, 1, -1) * up(radius, 1e-10)
                 sharp = sharp + THETA * cube.shape[1] ** 0.5 * long.sqrt() * radius
                 most = most.scatter(-1, top, torch.minimum(most.gather(-1, top), sharp))
             largest = (most - lost + 1e-12 * (most + lost.abs())).amax(-1).clamp(min=0.0)
-            total[part] += torch.minimum(largest, sorted_own[part, start : start + size].sum(-1)) * (1 + 1e-10)
+            total[part] += up(torch.minimum(largest, sorted_own[part, start : start + size].sum(-1)), 1e-10)
         left = sorted_own[:, start + group :].sum(-1)
         if not bool((left > _REST * total).any()):
-            return (total + left) * (1 + 1e-10)
-    return total * (1 + 1e-10)
+            return up(total + left, 1e-10)
+    return up(total, 1e-10)
 
 
 class QuadraticSums:
@@ -173,7 +174,7 @@ class QuadraticSums:
     def most(self, coefficients: Float64[Tensor, "S K"]) -> Float64[Tensor, " S"]:
         square = ((coefficients @ self._inner) * coefficients).sum(-1).clamp(min=0.0)
         size = coefficients.abs() @ self._lengths
-        return (square + THETA * size.square()).sqrt() * (1 + 1e-10)
+        return up((square + THETA * size.square()).sqrt(), 1e-10)
 
 
 def shared(
@@ -188,13 +189,13 @@ def shared(
         together: at least the norm of the matrix of the rows x_k/‖x_k‖.
     """
     joint = torch.linalg.vector_norm(weights * lengths, dim=-1) * together
-    return torch.minimum(weights @ suprema, joint) * (1 + 1e-10)
+    return up(torch.minimum(weights @ suprema, joint), 1e-10)
 
 
 def length(x: Tensor, dims: int) -> Tensor:
     """Bounds of Frobenius norms over the last dimensions."""
     norms: Tensor = torch.linalg.vector_norm(x, dim=tuple(range(-dims, 0)))
-    return norms * (1 + 1e-12)
+    return up(norms, 1e-12)
 
 
 def together(rows: Float64[Tensor, "K p"]) -> tuple[Float64[Tensor, " K"], float]:
@@ -202,4 +203,4 @@ def together(rows: Float64[Tensor, "K p"]) -> tuple[Float64[Tensor, " K"], float
     lengths = length(rows, 1)
     units = rows / lengths.clamp(min=1e-100).unsqueeze(-1)
     squarings = 3 if min(units.shape) <= _LARGE else 1  # which cost more than all else where there are many rows
-    return lengths, float(thin_gram_norm(units, squarings)) * (1 + 1e-9)
+    return lengths, up(float(thin_gram_norm(units, squarings)), 1e-9)

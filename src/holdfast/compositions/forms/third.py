@@ -14,6 +14,7 @@ from holdfast.compositions.forms.covered import Covered, Four
 from holdfast.compositions.forms.heads import HeadRows
 from holdfast.compositions.forms.local import THETA, second_lengths
 from holdfast.linalg.directions import Directions
+from holdfast.linalg.rounding import up
 
 _NARROW = 2.0**-22  # what float32 takes of a number, and more
 
@@ -100,7 +101,7 @@ class TokenOrders:
         traces = torch.einsum("icc->i", gram)
         rounding = size * (gram.shape[-1] ** 0.5 * self.unsure)
         most: Tensor = (square + (8 * THETA + _NARROW) * size.square() * traces).sqrt() + rounding
-        return most * (1 + 1e-9)
+        return up(most, 1e-9)
 
 
 def second_order(heads: HeadRows, i: int, directions: Directions) -> Tensor:
@@ -195,4 +196,4 @@ def beyond_third(heads: HeadRows, one: Covered, third: Four) -> Tensor:
     N = r * one.slope
     N_off = (p * (off * g + s.tau * n_all)).sum(-1) + mean * (g + n_all).amax(-1)
     divided = (N + N_off) * ((p * square).sum(-1) + mean.square()) + N_off * first
-    return (most.sum((1, 2, 3)) + divided.sum((1, 2)) + heads.crossed(one, third)) * (1 + 1e-9)
+    return up(most.sum((1, 2, 3)) + divided.sum((1, 2)) + heads.crossed(one, third), 1e-9)

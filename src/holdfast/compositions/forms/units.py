@@ -17,7 +17,7 @@ from holdfast.compositions.forms.local import THETA, Named, token_lengths
 from holdfast.layers.perceptron.piece import KinkedMlp, Mlp
 from holdfast.layers.tokens.maxima import WindowMax
 from holdfast.linalg import Ball
-from holdfast.linalg.rounding import UNIT, frobenius_upper
+from holdfast.linalg.rounding import UNIT, frobenius_upper, up
 
 _NEVER = 1e300  # how far below the largest entry of its window one is that is not there
 
@@ -89,7 +89,7 @@ class Wiring(Links):
 
     @final
     def most(self, tokens: Tensor, y: Tensor) -> Tensor:
-        return (y[tokens] @ self.read().abs().mT).flatten() * (1 + 1e-9)
+        return up((y[tokens] @ self.read().abs().mT).flatten(), 1e-9)
 
     def push(self, T: Tensor, slopes: Ball) -> tuple[Tensor, Tensor]:
         """S + O diag(slopes) R applied to (K, n, d), and its rounding; a symmetric one is its own transpose."""
@@ -121,7 +121,7 @@ class Hidden(Wiring):
         return mu @ self._piece.w2.mT
 
     def accuracy(self) -> Tensor:
-        return THETA * (1 + 1e-9) * frobenius_upper(self._piece.w2, (-1,))
+        return up(THETA, 1e-9) * frobenius_upper(self._piece.w2, (-1,))
 
     def pull(self, C: Tensor, slopes: Ball) -> tuple[Tensor, Tensor]:
         back = (C @ self._piece.w2.mT) * slopes.mid @ self._piece.w1.mT
@@ -139,7 +139,7 @@ class Hidden(Wiring):
         """What rounding does to the derivative and to its transpose, in norm."""
         w1, w2 = (float(frobenius_upper(w)) for w in (self._piece.w1, self._piece.w2))
         steep, unsure = float(slopes.mid.abs().max()), float(slopes.rad.max())
-        return (w1 * w2 * (4 * THETA * steep + unsure) + 4 * THETA * abs(self._piece.residual)) * (1 + 1e-9)
+        return up(w1 * w2 * (4 * THETA * steep + unsure) + 4 * THETA * abs(self._piece.residual), 1e-9)
 
     def write(self, values: Tensor) -> Tensor:
         return values @ self._piece.w2
@@ -269,7 +269,7 @@ class Windows(Links):
 
     def most(self, tokens: Tensor, y: Tensor) -> Tensor:
         others, best, there = self._entries(tokens)
-        return (y.flatten()[others] + y.flatten()[best]) * there * (1 + 1e-9)
+        return up((y.flatten()[others] + y.flatten()[best]) * there, 1e-9)
 
     def _entries(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of every unit the entry, the largest one of its window, and whether it is there."""
@@ -292,11 +292,11 @@ class Windows(Links):
         """No unit is positive at ũ: the slopes are 0."""
         back = C.new_zeros(len(C), math.prod(self._shape))
         back.index_add_(1, self._best.flatten(), C.flatten(1))
-        lost = frobenius_upper(C) * (self._times**1.5 * UNIT * (1 + 1e-9))
+        lost = frobenius_upper(C) * up(self._times**1.5 * UNIT, 1e-9)
         return back.reshape(-1, *self._shape), lost
 
     def grown(self, moved: float, units: float) -> float:
-        return moved * math.sqrt(self._times) * (1 + 1e-15)
+        return up(moved * math.sqrt(self._times), 1e-15)
 
 
 @dataclass(frozen=True)
@@ -310,20 +310,20 @@ class Written:
     @classmethod
     def of(cls, wiring: Links, mu: Tensor, strength: float = 1.0) -> Written:
         """For covectors (S, m, c) at the tokens of the units, times a number."""
-        lengths = torch.linalg.vector_norm(mu, dim=-1) * (strength * (1 + 1e-12))
+        lengths = torch.linalg.vector_norm(mu, dim=-1) * up(strength, 1e-12)
         return cls((wiring.written(mu) * strength).flatten(1), lengths, wiring.accuracy())
 
     def lost(self, weights: Tensor) -> Tensor:
         """(S) bounds of Σ_u |rounding of c_u| w_u, for w >= 0 (m U)."""
-        return self.lengths @ (weights.reshape(self.lengths.shape[1], len(self.accuracy)) @ self.accuracy) * (1 + 1e-9)
+        return up(self.lengths @ (weights.reshape(self.lengths.shape[1], len(self.accuracy)) @ self.accuracy), 1e-9)
 
     @property
     def size(self) -> float:
         """A number relative to which all c are accurate within θ₀, in the Frobenius norm."""
         outer = torch.linalg.vector_norm(self.lengths) * torch.linalg.vector_norm(self.accuracy)
-        return float(outer) * (1 + 1e-9) / THETA
+        return up(float(outer), 1e-9) / THETA
 
     def errors(self, units: Tensor) -> Tensor:
         """(S, …) bounds of the rounding of some c."""
         width = len(self.accuracy)
-        return self.lengths[:, units // width] * self.accuracy[units % width] * (1 + 1e-12)
+        return up(self.lengths[:, units // width] * self.accuracy[units % width], 1e-12)

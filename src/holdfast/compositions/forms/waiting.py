@@ -16,7 +16,7 @@ from holdfast.compositions.forms.softmax import Softmax
 from holdfast.compositions.forms.third import Triples
 from holdfast.layers.beside import KinkedBeside, SmoothBeside
 from holdfast.linalg.directions import Directions
-from holdfast.linalg.rounding import UNIT, frobenius_upper
+from holdfast.linalg.rounding import UNIT, frobenius_upper, up
 
 
 class Waiting(Local):
@@ -30,7 +30,7 @@ class Waiting(Local):
 
     def __init__(self, u: Tensor, piece: KinkedBeside | SmoothBeside, inner: Local) -> None:
         self.u, self._part, self._inner = u, piece.part, inner
-        self._root = float(piece.part.times) ** 0.5 * (1 + 1e-15)  # ‖C‖
+        self._root = up(float(piece.part.times) ** 0.5, 1e-15)  # ‖C‖
 
     @property
     def scalars(self) -> int:
@@ -59,14 +59,14 @@ class Waiting(Local):
     def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
         pulled, lost = self._inner.pull(self._part.new(C))
         added = (frobenius_upper(C) + frobenius_upper(pulled) * self._root) * ((self._part.times + 2) * UNIT)
-        return self._part.back(C, pulled), (lost * self._root + added) * (1 + 1e-12)
+        return self._part.back(C, pulled), up(lost * self._root + added, 1e-12)
 
     def covectors(self, tokens: Tensor) -> tuple[Named, Tensor]:
         C, error = self._inner.covectors(torch.arange(self._part.outputs[0]))
         lengths = torch.cat([frobenius_upper(some) for some in C.parts(self._inner.stride)])
         added = lengths * (self._part.times * UNIT)
         named = Named(C.count, lambda index: self._part.give(C.made(index)))
-        return named, (error + added) * self._root * (1 + 1e-12)
+        return named, up((error + added) * self._root, 1e-12)
 
     def functions(self, T: Tensor) -> Tensor:
         return self._inner.functions(self._part.take(T))
@@ -81,8 +81,8 @@ class Waiting(Local):
         return self._inner.prepare(self._part.new(mu))
 
     def settle(self, size: Size, rests: Rests, moved: float) -> float:
-        out = self._inner.settle(size, rests, moved * self._root * (1 + 1e-12))
-        return (moved + out) * (1 + 1e-12)
+        out = self._inner.settle(size, rests, up(moved * self._root, 1e-12))
+        return up(moved + out, 1e-12)
 
     def range(
         self,
@@ -113,7 +113,7 @@ class SmoothWaiting(Waiting, SmoothLocal):
 
     def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
         pushed, lost = self._smooth.push(self._part.take(T))
-        return self._part.join(T, pushed), (lost + (frobenius_upper(T) + frobenius_upper(pushed)) * UNIT) * (1 + 1e-12)
+        return self._part.join(T, pushed), up(lost + (frobenius_upper(T) + frobenius_upper(pushed)) * UNIT, 1e-12)
 
     def second_order(self, directions: Directions) -> tuple[Tensor, float]:
         new, defect = self._smooth.second_order(directions)

@@ -25,7 +25,7 @@ from holdfast.compositions.forms.region import Region
 from holdfast.errors import MemoryLimitError
 from holdfast.layers.piece import LinearPiece, Piece
 from holdfast.linalg import Ball
-from holdfast.linalg.rounding import UNIT, frobenius_upper
+from holdfast.linalg.rounding import UNIT, frobenius_upper, up
 from holdfast.network.network import Network, Residual
 
 _UNDERFLOW = 1e-60  # more than what is lost where squares, or their squares, underflow
@@ -78,7 +78,7 @@ class Covectors:
 
     def tiny(self, scale: float, moved: Float64[Tensor, " places"]) -> Tensor:
         """(K) the bound of tiny, given those of ‖δ‖."""
-        return (self.still + self.moving @ moved + self.drift * scale) * (1 + 1e-12) + _UNDERFLOW
+        return up(self.still + self.moving @ moved + self.drift * scale, 1e-12) + _UNDERFLOW
 
 
 @final
