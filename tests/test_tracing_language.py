@@ -155,7 +155,7 @@ def test_analyze_bounds_them(transformers: ModuleType) -> None:
         assert layer.bound is not None
         assert layer.attack is not None
         assert layer.bound[0][0] >= layer.attack[0][0] > 0
-        assert layer.bound_note.startswith("second-order" if name == "gpt-oss" else "taylor; bound 'second-order'")
+        assert layer.bound_note.startswith("second-order")
 
 
 class Written(nn.Module):

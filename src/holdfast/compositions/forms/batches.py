@@ -25,6 +25,7 @@ _CHUNK = 2**18  # numbers of covectors that are treated together
 _ROOM = 2**23  # numbers of covectors at earlier places that are kept beside jets, about; others are made anew
 _NUMBERS = 6e8  # of covectors at earlier places, beyond which functions are derived from normalisations
 _MEMORY = 8 * GIB
+_VAST = 2**13  # rows of one place, of whose inner products several matrices would be needed
 _BUDGET = 2e10  # products for what a batch of covectors turns by
 
 
@@ -130,6 +131,11 @@ class Batches:
             total += local.scalars * share * before
             before += self._walk.places[i].u.numel() if local.attention is not None else int(local.scalars * share)
         return total > _NUMBERS
+
+    @property
+    def vast(self) -> bool:
+        """Whether the inner products of all rows of a place, which only sharper bounds need, are too many."""
+        return max(self._walk.local(i).longest for i in self._walk.curved) > _VAST
 
     def _check_memory(self, many: bool) -> None:
         """Refuses what would not fit: first-order rows, and what earlier places keep of covectors."""

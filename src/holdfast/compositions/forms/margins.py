@@ -333,7 +333,10 @@ class Margins:
         if self._batches.expanded:  # rests are bounded in one way only
             return self._searched(max(_EARLY * most, known), most, 0.0, precision, known)
         if self.region.p > _LARGE and self.region.sides is None:
-            roughly = self._glanced(most, _ROUGH * known)
+            vast = self._batches.vast
+            roughly = self._glanced(most, _ROUGH * known, precision if vast else _GLANCE)
+            if vast:
+                return roughly
         else:
             with self._roughly():  # tells where to begin
                 roughly = self._searched(max(_BEGIN * most, known), most, 0.0, max(precision, _GUESS), _ROUGH * known)
@@ -342,7 +345,7 @@ class Margins:
         begin = min(_BEGIN * most, _FARTHER * roughly) if roughly > 0 else _BEGIN * most
         return self._searched(max(begin, known), most, roughly, precision, known)
 
-    def _glanced(self, most: float, least: float) -> float:
+    def _glanced(self, most: float, least: float, precision: float = _GLANCE) -> float:
         """About the largest scale below `most` that a glance proves; not looked for below `least`."""
         low, high, scale = 0.0, most, most * (_EARLIER if self._batches.derived else _EARLY)
         for _ in range(_GLANCES):
@@ -354,7 +357,7 @@ class Margins:
                 low, self._decided[scale] = scale, lower
             else:
                 high = scale
-            if high <= low * (1 + _GLANCE) or high <= least:
+            if high <= low * (1 + precision) or high <= least:
                 break
             ahead = self._bending(scale, lower) if lower.least > 0 or low == 0 else high
             scale = ahead if low < ahead < high else math.sqrt(low * high)

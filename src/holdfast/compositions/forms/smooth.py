@@ -73,7 +73,8 @@ class SmoothUnits(SmoothLocal):
 
     @property
     def longest(self) -> int:
-        return max(self.stride, _TOGETHER)  # larger matrices of squares have an allowance of their own
+        # Matrices of squares, the only longer sums that may cancel, have 32 times the allowance of other ones.
+        return max(self.stride, _TOGETHER, self.scalars // 32)
 
     @property
     def stride(self) -> int:

@@ -192,15 +192,17 @@ class Softmax(SmoothLocal):
         return C
 
     def most(self, y: Tensor) -> Tensor:
-        by_query, by_key = (part.abs() for part in self._logit_maps)
-        p = self._p[:, self._rows]
-        q = torch.einsum("id,hidk->hik", y[self._rows], self._w_q[:, self._rows].abs())
+        rows, (by_query, by_key) = self._rows, self._logit_maps
+        q = torch.einsum("id,hidk->hik", y[rows], self._w_q[:, rows].abs())
         k = torch.einsum("jd,hjdk->hjk", y, self._w_k.abs())
         v = torch.einsum("jd,hdk->hjk", y, self._w_v.abs())
-        keys = torch.einsum("hijd,jd->hij", by_key, y)
-        others = (p * keys).sum(-1, keepdim=True) - p * keys
-        logits = torch.einsum("hijd,id->hij", by_query, y[self._rows]) + (1 - p).clamp(min=0.0) * keys
-        logits = logits + others.clamp(min=0.0) + 1e-12 * keys.amax(-1, keepdim=True)
+        # Of logits the row's own token takes two parts, and every other one its key's.
+        own, count = torch.arange(len(rows)), len(y)
+        apart = torch.eye(count, dtype=torch.float64) - self._p[:, rows].unsqueeze(2)  # (h, i, j, j')
+        both = apart[:, own, :, rows].transpose(0, 1).unsqueeze(-1) * by_key[:, own, rows].unsqueeze(2) + by_query
+        apart[:, own, :, rows] = 0.0
+        logits = torch.einsum("hijl,hil->hij", apart.abs(), torch.einsum("hijd,jd->hij", by_key.abs(), y))
+        logits += torch.einsum("hijd,id->hij", both.abs(), y[rows])
         return torch.cat([part.transpose(0, 1).flatten() for part in (q, k, v, logits)]) * (1 + 1e-9)
 
     def _map_sizes(self) -> tuple[float, float, float]:
