@@ -1,13 +1,16 @@
-"""Lemma 4 of docs/math/second-order.md: the weights of third moments, against the exact matrices."""
+"""What holds on a ball: weights of third moments against the exact matrices, and what bends in normalised scores."""
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import holdfast
-from holdfast.attention import AttentionLayer, HeadNorm, ValueOperator
+from holdfast.attention import AttentionJacobian, AttentionLayer, HeadNorm, Rotary, ValueOperator
 from holdfast.bounds import second_order, yudin
 from holdfast.bounds.over_ball import OverBall, _covered_norm
+from holdfast.layers import Attention
 from holdfast.linalg.arithmetic import Numerical, Proved
 from holdfast.testing import gaussian_case, make_case
 from holdfast.testing.ingredients import Situation, ingredients_of
@@ -140,3 +143,60 @@ def test_bending_of_normed_scores_is_nearly_attained(side: str, most: float) -> 
     truth = next(each for each in ingredients_of(layer) if each.name == "bend").truth
     largest = float(truth(Situation(layer, x, x.expand_as(g), g, 0.0)).max())
     assert largest <= float(bound.upper) <= most * largest
+
+
+def bent_alone(side: str) -> tuple[AttentionLayer, Tensor]:
+    """Scores whose first derivative vanishes at x, so that nothing but what bends in them is left.
+
+    One side is constant, a bias that is turned; the other is normalised and lies where the scores are least.
+    """
+    angles = torch.tensor([[0.0], [1.3]], dtype=torch.float64)
+    turn = torch.stack([torch.cat([angles.cos(), -angles.sin()], -1), torch.cat([angles.sin(), angles.cos()], -1)], -2)
+    rotary = Rotary(angles.cos().repeat(1, 2), angles.sin().repeat(1, 2))
+    constant = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    at_keys = turn @ constant
+    asked = (at_keys[0] - at_keys[1]).expand(2, 2) if side == "q" else -at_keys[:1].expand(2, 2)
+    x = torch.zeros(2, 3, dtype=torch.float64)
+    x[:, :2] = torch.nn.functional.normalize((turn.mT @ asked.unsqueeze(-1)).squeeze(-1), dim=-1)
+    x[:, 2] = torch.tensor([1.0, -1.0])
+    moving, still = torch.eye(3, 2, dtype=torch.float64)[None], torch.zeros(1, 3, 2, dtype=torch.float64)
+    value = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64).reshape(1, 3, 1)
+    norm, weights = HeadNorm(torch.ones(2, dtype=torch.float64), eps=1e-6), (value, torch.ones_like(value[:, :1]))
+    options: dict[str, Any] = {"scale": 2.0, "rotary": rotary}
+    if side == "q":
+        return AttentionLayer(moving, still, *weights, b_k=constant[None], q_norm=norm, **options), x
+    return AttentionLayer(still, moving, *weights, b_q=constant[None], k_norm=norm, **options), x
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_what_bends_in_normalised_scores_is_covered(side: str) -> None:
+    layer, x = bent_alone(side)
+    radius, a = 0.2, Proved()
+    ball = OverBall(a, layer, x, a.lift(torch.tensor([radius], dtype=torch.float64)))
+    draw = torch.Generator().manual_seed(0)
+    ways = torch.randn(4000, 2, 3, generator=draw, dtype=torch.float64)
+    ways[..., 2] = 0
+    ways[::2, 1] = 0
+    ways[1::4, 0] = 0
+    ways = ways / ways.flatten(1).norm(dim=1)[:, None, None]
+    moved = x + radius * (1 - 1e-9) * torch.rand(4000, 1, 1, generator=draw, dtype=torch.float64) ** 0.2 * ways
+    p = layer.attention(moved)
+    assert 0.9 < float((p / ball.q[0]).max()) <= 1
+
+    def scores(z: Tensor) -> Tensor:
+        q, k = (side.value for side in layer.placed(z)[:2])
+        return layer.scale * q @ k.mT
+
+    slopes = torch.func.jvp(scores, (moved,), (ways,))[1]
+    spread = (p * (slopes - (p * slopes).sum(-1, keepdim=True)) ** 2).sum(-1).sqrt()
+    assert bool((spread[:, 0] <= ball.score_spread.upper[0]).all())
+
+
+def test_gains_where_scores_are_normalised() -> None:
+    layer, x = bent_alone("q")
+    a, rho = Proved(), torch.tensor([0.1], dtype=torch.float64)
+    gain = Attention(layer).gain(a, x, a.lift(rho)).upper
+    ways = torch.randn(200, 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    moved = x + rho * ways / ways.flatten(1).norm(dim=1)[:, None, None]
+    slopes = torch.linalg.matrix_norm(torch.stack([AttentionJacobian(layer, z).dense() for z in moved]), 2)
+    assert bool((slopes <= gain).all())

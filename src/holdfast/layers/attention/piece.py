@@ -129,7 +129,7 @@ class Attention(SmoothPiece):
         return here.once("jacobian", lambda: here.norm(AttentionJacobian(self.layer, u)))
 
     def gain(self, a: Arithmetic[Array], u: Tensor, rho: Array) -> Array:
-        """L(rho): the smallest of ‖J(u)‖ + ∫_0^rho β and the direct bounds of `mixed` and `yudin-ball`.
+        """L(rho): the smallest of ‖J(u)‖ + ∫_0^rho β, the direct bound of `mixed` and, for dot products, `yudin-ball`.
 
         With a soft cap ‖J(u)‖ + rho β.
         """
@@ -140,7 +140,9 @@ class Attention(SmoothPiece):
         grown = grown_gain(here, layer, u, nodes_for(radii))[..., -1]
         zeta = here.once("zeta", lambda: here.norm(ValueOperator(layer, u)))
         ball = on_nodes(here, layer, u, radii.unsqueeze(-1))
-        direct = direct_gain(ball, layer, u).minimum(slope_on_balls(ball, zeta, layer.residual))
+        direct = direct_gain(ball, layer, u)
+        if layer.beyond_dot_products is None:
+            direct = direct.minimum(slope_on_balls(ball, zeta, layer.residual))
         return grown.minimum(direct.movedim(0, -1))
 
     def curvature(self, a: Arithmetic[Array], u: Tensor, rho: Array) -> Array:
