@@ -30,7 +30,7 @@ from holdfast.compositions.forms.third import HeadTwists, Triples, beyond_third,
 from holdfast.layers.attention.piece import Attention
 from holdfast.linalg import Ball
 from holdfast.linalg.directions import Directions
-from holdfast.linalg.rounding import frobenius_upper
+from holdfast.linalg.rounding import frobenius_upper, up
 
 _MANY = 256  # logits, from which on covectors at one row are treated apart
 
@@ -73,7 +73,7 @@ class Softmax(SmoothLocal):
         self._largest_p = torch.where(p.rad > 0, p.upper, p.mid)  # 0 for masked keys
         self._seen = ((p.mid != 0) | (p.rad != 0)).double()
         self._outer = float(frobenius_upper(self._w_o, (-3, -2, -1)))
-        self._value = float(torch.linalg.vector_norm(self._v, dim=-1).amax()) * (1 + 1e-12)
+        self._value = up(float(torch.linalg.vector_norm(self._v, dim=-1).amax()), 1e-12)
 
     @property
     def scalars(self) -> int:
@@ -121,7 +121,7 @@ class Softmax(SmoothLocal):
         for i, row in enumerate(self._rows.tolist()):
             out[:, row] = torch.einsum("hkx,hkc->xc", second_order(heads, i, directions), self._w_o)
         size = float(torch.linalg.vector_norm(heads.second_size().sum(0))) * self._outer
-        return out, 32 * self._theta * size * (1 + 1e-9)
+        return out, up(32 * self._theta * size, 1e-9)
 
     def functions(self, T: Tensor) -> Tensor:
         rows, p = self._rows, self._p[:, self._rows]
@@ -148,7 +148,7 @@ class Softmax(SmoothLocal):
         own = float(torch.linalg.vector_norm(second_lengths(second)))
         kept = own * (2 * self._value * (q + k + logits) + 2 * v + logits)
         kept += 2 * self._value * logits * twists.grown + v * twists.carried
-        return at, (64 * self._theta * total + NARROW * kept) * self._outer * (1 + 1e-9)
+        return at, up((64 * self._theta * total + NARROW * kept) * self._outer, 1e-9)
 
     def covectors(self, tokens: Tensor) -> tuple[Named, Tensor]:
         """Queries of the rows, keys, values and centred logits."""
@@ -203,7 +203,7 @@ class Softmax(SmoothLocal):
         apart[:, own, :, rows] = 0.0
         logits = torch.einsum("hijl,hil->hij", apart.abs(), torch.einsum("hijd,jd->hij", by_key.abs(), y))
         logits += torch.einsum("hijd,id->hij", both.abs(), y[rows])
-        return torch.cat([part.transpose(0, 1).flatten() for part in (q, k, v, logits)]) * (1 + 1e-9)
+        return up(torch.cat([part.transpose(0, 1).flatten() for part in (q, k, v, logits)]), 1e-9)
 
     def _map_sizes(self) -> tuple[float, float, float]:
         """Bounds of the maps to queries and keys at every token, and to values."""
@@ -242,7 +242,7 @@ class Softmax(SmoothLocal):
 
     def prepare(self, mu: Tensor) -> AttentionRows:
         mu = mu[:, self._rows]
-        size = torch.linalg.vector_norm(mu, dim=-1) * self._outer * (1 + 1e-12)  # (S, i)
+        size = up(torch.linalg.vector_norm(mu, dim=-1) * self._outer, 1e-12)  # (S, i)
         rows = size != 0
         single = (rows.sum(-1) == 1) & (self._p[:, self._rows].numel() > _MANY)
         groups: list[tuple[int | None, Tensor, slice]] = [(None, ~single & rows.any(-1), slice(None))]
@@ -268,7 +268,7 @@ class Softmax(SmoothLocal):
         for row in self._heads:
             self._settle_row(row)
         out = torch.linalg.vector_norm(turned) * self._outer
-        return float((out + abs(self._residual) * moved) * (1 + 1e-9))
+        return float(up(out + abs(self._residual) * moved, 1e-9))
 
     def range(
         self,
@@ -289,14 +289,14 @@ class Softmax(SmoothLocal):
                     most[index] = heads.range(covered, None if enough is None else enough[index], bent)
         if varying is not None:
             most = most + varying @ self.output_rests
-        return most * (1 + 1e-9), most * (1 + 1e-9)
+        return up(most, 1e-9), up(most, 1e-9)
 
     def take(self, prepared: AttentionRows, s: int, problem: Problem, varying: Tensor | None) -> None:
         for index, heads, covered in prepared.parts:
             for place in (index == s).nonzero().flatten().tolist():
                 heads.take(covered, place, problem)
         if varying is not None:
-            problem.lose("carried rests", float(varying @ self.output_rests) * (1 + 1e-9))
+            problem.lose("carried rests", up(float(varying @ self.output_rests), 1e-9))
 
     def seen(self, mu: Tensor) -> tuple[Tensor, float]:
         """The coordinates of the rows' outputs; `output_rests` bounds the rest of every one."""
@@ -339,7 +339,7 @@ class Softmax(SmoothLocal):
                     size = heads.turning_size(covered, index, float(torch.linalg.vector_norm(M)) + accuracy)
                     error = 32 * self._theta * size.unsqueeze(-1)
                     norms[source][members[index]] = torch.linalg.vector_norm(turned, dim=-1) + error
-        return {source: x * (1 + 1e-9) for source, x in norms.items()}
+        return {source: up(x, 1e-9) for source, x in norms.items()}
 
     def bent(self, functions: dict[int, tuple[Tensor, float]], budget: float) -> dict[int, Tensor] | None:
         """How b_ij varies with earlier rests: (h i j, M) norms of its part that is linear in G and in them."""
@@ -359,7 +359,7 @@ class Softmax(SmoothLocal):
                 for i in range(rows)
             ]
             size = (float(torch.linalg.vector_norm(M)) + accuracy) * float(length(Q, 2).amax() + length(K, 2).amax())
-            norms[source] = torch.cat(lengths) * (1 + 1e-9) + 32 * self._theta * size
+            norms[source] = up(torch.cat(lengths), 1e-9) + 32 * self._theta * size
         return norms
 
 
