@@ -211,7 +211,8 @@ class Margins:
         enough = None if self._sharp else torch.full_like(tiny, math.inf)
         settled = _Settled(radius, tiny, tiny + self._batches.ranges([self._batches.ends], radius, enough)[0], {})
         left = self._cheaply(scale, settled)
-        if self._sharp or bool((left > 0).all()) or not bool((left > -_HOPELESS * self.walk.margins).all()):
+        hopeless = not bool((left > -_HOPELESS * self.walk.margins).all())
+        if self._sharp or self._batches.vast or hopeless or bool((left > 0).all()):
             return settled
         enough = _LITTLE * self.walk.margins.clamp(min=0.0)
         return _Settled(radius, tiny, tiny + self._batches.ranges([self._batches.ends], radius, enough)[0], {})
