@@ -110,8 +110,8 @@ class Decoders(Study[DecodersParameters]):
     name: ClassVar[str] = "decoders"
     title: ClassVar[str] = "how far a word, a soft prompt or a layer's input may move before the next word can change"
     paper: ClassVar[str] = "holdfast"
-    minutes: ClassVar[float] = 15
-    memory: ClassVar[float] = 5
+    minutes: ClassVar[float] = 90
+    memory: ClassVar[float] = 7
     parameters = DecodersParameters
     kinds: ClassVar = {"next word": NextWord}
 

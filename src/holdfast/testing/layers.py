@@ -16,7 +16,7 @@ from holdfast.attention.masks import alibi, sliding_window
 from holdfast.attention.rotary import Pairing
 
 _BATCH = 2
-_TYPICAL = ("more tokens than width", "fewer tokens, masked", "everything", "rotary, everything")
+_TYPICAL = ("query-key norms", "more tokens than width", "fewer tokens, masked", "everything", "rotary, everything")
 
 
 @dataclass(frozen=True, eq=False)
