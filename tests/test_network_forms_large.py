@@ -10,17 +10,17 @@ from torch import Tensor
 
 from forms_cases import worst_excess
 from holdfast.attacks.minimal import MinimalAttack
-from holdfast.compositions import base, compositions
+from holdfast.compositions import base, certify_inputs, compositions
 from holdfast.compositions.base import Aim
 from holdfast.compositions.forms import Margins, batches, jets, margins, softmax
 from holdfast.compositions.forms.local import SmoothLocal
 from holdfast.compositions.forms.normalised import Normalised
 from holdfast.compositions.forms.third import Triples
 from holdfast.compositions.search import Curve, Reached, widened
-from holdfast.layers import KinkedMlp, TokenMean
+from holdfast.layers import Affine, KinkedMlp, TokenMean
 from holdfast.linalg.directions import Directions
 from holdfast.linalg.threat import Threat
-from holdfast.network import Head, Network
+from holdfast.network import Head, Network, Residual
 from holdfast.network.centre import Centre
 from holdfast.testing.draw import Dice
 from test_network_forms_pieces import draw
@@ -51,6 +51,26 @@ def test_third_orders_of_few_triples_and_of_second_orders_in_float32(kind: str) 
         narrow, _, defect = _third(local, second.float(), directions, 10**6)
         wrong = (count @ (narrow - exact).square().sum((-2, -1))).sqrt()
         assert 0 < float(wrong) <= defect
+
+
+def test_large_networks_without_any_curved_place() -> None:
+    """Affine but for a residual branch, with more numbers than matrices are made for: the radius is the exact one."""
+    draw, d, tokens = torch.Generator().manual_seed(0), 64, 20
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    A = noise(d, d) / 16
+    head = Head(noise(3, d), noise(3))
+    first = Affine(torch.eye(d, dtype=torch.float64), noise(d))
+    network = Network((first, Residual((Affine(A, noise(d)),)), TokenMean(tokens)), head, "affine")
+    x = noise(1, tokens, d)
+    (one,) = certify_inputs(network, x, method="forms")
+    logits = network(x)[0]
+    y = int(logits.argmax())
+    slopes = (head.weight[y] - head.weight) @ (torch.eye(d, dtype=torch.float64) + A).mT / tokens**0.5
+    exact = torch.stack([(logits[y] - logits[j]) / slopes[j].norm() for j in range(3) if j != y]).min()
+    assert 0.99 * exact <= one.radius <= exact
 
 
 def test_float64_as_the_default_changes_nothing() -> None:

@@ -135,7 +135,7 @@ class Batches:
     @property
     def vast(self) -> bool:
         """Whether the inner products of all rows of a place, which only sharper bounds need, are too many."""
-        return max(self._walk.local(i).longest for i in self._walk.curved) > _VAST
+        return max((self._walk.local(i).longest for i in self._walk.curved), default=0) > _VAST
 
     def _check_memory(self, many: bool) -> None:
         """Refuses what would not fit: first-order rows, and what earlier places keep of covectors."""
