@@ -141,14 +141,14 @@ def test_no_remainder_is_above_its_bound(kind: type[Piece], seed: int) -> None:
     check(kind, seed)
 
 
-@pytest.mark.parametrize("seed", [24, 38, 39, 58, 63, 69, 291])
+@pytest.mark.parametrize("seed", [9, 16, 21, 22, 30, 104, 436])
 def test_rotary_attention_is_expanded(seed: int) -> None:
-    """In draws 69 and 291 the ascent comes near the bounds of third and of fourth order."""
+    """In draws 9 and 436 the ascent comes near the bounds of third and of fourth order."""
     case = draw_local(Attention, seed)
     assert isinstance(case.piece, Attention)
     assert case.piece.layer.rotary is not None
     found = check(Attention, seed)
-    assert seed not in (69, 291) or found["third" if seed == 69 else "fourth"] > 0.4
+    assert seed not in (9, 436) or min(found["third"], found["fourth"]) > 0.8
     jets_are_derivatives(case, seed)
 
 
