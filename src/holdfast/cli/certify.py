@@ -355,11 +355,11 @@ def _data_of(header: Header, data: str | None, data_dir: Path | None) -> Data | 
     None where none were named and those of the run cannot be found.
     """
     try:
-        found = load(data or header.data, header.split, data_dir)
-        if found.checksum == header.settings["data"] or found.texts is None:
-            examples = read_examples(found)
+        dataset = load(data or header.data, header.split, data_dir)
+        if dataset.checksum == header.settings["data"] or dataset.texts is None:
+            examples = read_examples(dataset)
         else:
-            examples = tokenised(found, load_tokenizer(header.model))
+            examples = tokenised(dataset, load_tokenizer(header.model))
     except HoldfastError:
         if data is not None:
             raise

@@ -38,7 +38,7 @@ _DISTRIBUTIONS = {"sklearn": "scikit-learn"}
 
 def doctor(as_json: Json = False) -> None:
     """Show versions, devices, threads, and which extras are installed."""
-    found: dict[str, object] = {
+    facts: dict[str, object] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": metadata.version("numpy"),
@@ -49,10 +49,10 @@ def doctor(as_json: Json = False) -> None:
         "extras": {extra: {name: _version(name) for name in names} for extra, names in _EXTRAS.items()},
     }
     if as_json:
-        emit_json("doctor", found, stdout=True, out=None)
+        emit_json("doctor", facts, stdout=True, out=None)
         return
     table = Table("what", "found", title=f"holdfast {__version__}")
-    for name, value in found.items():
+    for name, value in facts.items():
         if isinstance(value, dict):
             for extra, packages in value.items():
                 parts = (f"{package} {version or 'not installed'}" for package, version in packages.items())

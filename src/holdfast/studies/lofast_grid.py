@@ -273,8 +273,8 @@ def _examine(model: Transformer, data: Dataset, member: GridNetwork, device: str
     x, prediction = x[right], prediction[right]
 
     def certified(part: slice, method: str, guarantee: Guarantee) -> list[float]:
-        found = certify_inputs(network, x[part].to(device), method=method, guarantee=guarantee)
-        return [one.radius for one in found]
+        inputs = certify_inputs(network, x[part].to(device), method=method, guarantee=guarantee)
+        return [one.radius for one in inputs]
 
     def attacked(part: slice) -> list[float]:
         return _attack(network, x[part].to(device), prediction[part].to(device), member.radii).tolist()
@@ -282,16 +282,16 @@ def _examine(model: Transformer, data: Dataset, member: GridNetwork, device: str
     works: dict[str, Callable[[slice], list[float]]] = {
         method: partial(certified, method=method, guarantee=guarantee) for method, guarantee in member.methods.items()
     }
-    found: dict[str, Tensor] = {}
+    reached: dict[str, Tensor] = {}
     seconds: dict[str, float] = {}
     for number, (name, work) in enumerate({**works, _ATTACK: attacked}.items()):
         began = time.perf_counter()
-        found[name] = torch.full((len(right),), math.inf if name == _ATTACK else 0.0, dtype=torch.float64)
-        found[name][right] = torch.tensor(_in_parts(work, len(x), step), dtype=torch.float64)
+        reached[name] = torch.full((len(right),), math.inf if name == _ATTACK else 0.0, dtype=torch.float64)
+        reached[name][right] = torch.tensor(_in_parts(work, len(x), step), dtype=torch.float64)
         seconds[name] = round(time.perf_counter() - began, 1)
         tell(_TRAINING_SHARE + _REST * (number + 1) / (len(works) + 1))
-    attack = found.pop(_ATTACK)
-    return _Examined(right, {name: radii.tolist() for name, radii in found.items()}, attack, seconds)
+    attack = reached.pop(_ATTACK)
+    return _Examined(right, {name: radii.tolist() for name, radii in reached.items()}, attack, seconds)
 
 
 def _in_parts(work: Callable[[slice], list[float]], total: int, step: int) -> list[float]:

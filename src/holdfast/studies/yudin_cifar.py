@@ -177,10 +177,10 @@ def examined(model: VisionTransformer, setting: CifarTraining, test: Dataset, de
         out: Tensor = double(flat.reshape(-1, *x.shape[1:]))
         return out
 
-    found = _NEAREST(logits, x[kept].flatten(-2), labels[kept]).radius.tolist() if len(kept) else []
-    reached = [radius for radius in found if math.isfinite(radius)]
+    radii = _NEAREST(logits, x[kept].flatten(-2), labels[kept]).radius.tolist() if len(kept) else []
+    reached = [radius for radius in radii if math.isfinite(radius)]
     jacobian = network_constants(double, x[kept]) if len(kept) else []
-    return CifarAttention(setting, reached, len(found) - len(reached), jacobian, attention)
+    return CifarAttention(setting, reached, len(radii) - len(reached), jacobian, attention)
 
 
 def _noise() -> Dataset:

@@ -18,15 +18,15 @@ def optimisers(model: Transformer, c: TrainConfig) -> dict[str, torch.optim.Opti
     """Steps on the manifold for orthogonal maps, AdamW for the rest; each group remembers its full rate."""
     orthogonal, rest = _parameters(model)
     fused = all(p.is_cuda for p in rest)
-    found: dict[str, torch.optim.Optimizer] = {
+    both: dict[str, torch.optim.Optimizer] = {
         "adamw": torch.optim.AdamW(rest, lr=c.lr, weight_decay=c.weight_decay, betas=(0.9, 0.99), fused=fused)
     }
     if orthogonal:
-        found["manifold"] = ManifoldStep(orthogonal, lr=c.manifold_lr, momentum=c.momentum)
-    for optimiser in found.values():
+        both["manifold"] = ManifoldStep(orthogonal, lr=c.manifold_lr, momentum=c.momentum)
+    for optimiser in both.values():
         for group in optimiser.param_groups:
             group["full_lr"] = group["lr"]
-    return found
+    return both
 
 
 def lookahead(model: Transformer, c: TrainConfig) -> Lookahead | None:
