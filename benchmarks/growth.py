@@ -107,11 +107,11 @@ WORKS = {
     "certify by gains": Work(
         _certify("gains"),
         Point(17, 32, 4, inputs=4),
-        Point(17, 64, 4, inputs=16),
+        Point(17, 32, 4, inputs=4),
         {"layers": (1, 0), "inputs": (1, 1)},
     ),
     "certify by telescoped": Work(
-        _certify("telescoped"), Point(17, 16, 2), Point(17, 32, 2), {"layers": (2, 1), "inputs": (1, 0)}
+        _certify("telescoped"), Point(17, 16, 2), Point(17, 16, 2), {"layers": (2, 1), "inputs": (1, 0)}
     ),
 }
 

@@ -251,7 +251,7 @@ class LofastFigure2(GridStudy):
     name = "lofast-fig2"
     heading = "CIFAR-10, vision transformers of Havens et al. 2024, Figure 2"
     title = f"{heading} (needs a GPU)"
-    minutes = 20
+    minutes = 15
     memory = 16
     parameters = ImageGridParameters
     config = "lofast-vit"
