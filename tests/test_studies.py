@@ -391,7 +391,7 @@ def test_the_list(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         ("--shape a,b,c", "--shape has 'a'; expected whole numbers"),
         ("--eps 0.1,x", "eps of the parameters of tightness is 'x'; expected float"),
         ("--parameters none.toml", "no file 'none.toml'; expected a TOML file with parameters"),
-        ("--redraw", "has no results to show; run it without --redraw"),
+        ("--redraw", "give the options that it was made with, or no --redraw"),
     ],
 )
 def test_bad_parameters_are_one_line(
@@ -399,6 +399,24 @@ def test_bad_parameters_are_one_line(
 ) -> None:
     assert call(monkeypatch, f"repro tightness {options} --out {tmp_path}") == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_is_drawn_again_needs_no_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    line = f"repro castin-splitting --redraw --json --out {tmp_path}"
+    made = f"repro castin-splitting --scales 2 --reaches 3 --draws 3 --out {tmp_path} --json"
+    assert call(monkeypatch, made) == 0
+    before = capsys.readouterr().out
+    assert call(monkeypatch, line) == 0
+    assert capsys.readouterr().out == before
+    assert call(monkeypatch, f"{line} --draws 4") == 2
+    assert "made with other settings: draws 3 against 4" in capsys.readouterr().err
+    numbers, journal = (tmp_path / f"castin-splitting{ending}" for ending in (".json", ".jsonl"))
+    journal.unlink()
+    numbers.write_text(json.dumps(json.loads(numbers.read_text()) | {"settings": {"draws": "three"}}))
+    assert call(monkeypatch, line) == 2
+    assert "is damaged" in capsys.readouterr().err
 
 
 def test_parameters_from_a_file_give_way_to_the_command_line(

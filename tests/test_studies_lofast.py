@@ -184,7 +184,7 @@ def test_an_interrupted_command_goes_on(call: Call, tmp_path: Path, monkeypatch:
         ("--only heads", "the grid has heads = 1, 2"),
         ("--ours layerwide", "did you mean 'layerwise'"),
         ("--ours lofast", "name another composition"),
-        ("--redraw", "no results to show"),
+        ("--redraw", "give the options that it was made with, or no --redraw"),
     ],
 )
 def test_bad_input_is_one_line(call: Call, line: str, message: str) -> None:

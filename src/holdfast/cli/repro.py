@@ -6,8 +6,9 @@ import inspect
 import json
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import Field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -51,7 +52,10 @@ def _root(
     if as_json:
         typer.echo(json.dumps({"command": "repro --list", "studies": rows}, indent=2))
         return
-    table = Table(box=None, pad_edge=False)
+    note = (
+        "Minutes on two cores, or on one H200 where a GPU is needed; GiB of memory for each part of the work (--jobs)."
+    )
+    table = Table(box=None, pad_edge=False, caption=note, caption_justify="left")
     for column in ("name", "minutes", "GiB", "paper", "what"):
         table.add_column(column, justify="right" if column in ("minutes", "GiB") else "left")
     for row in rows:
@@ -88,11 +92,13 @@ def _command(cls: type[Study[Any]]) -> Callable[..., None]:
 
     def command(**given: Any) -> None:
         common = {name: given.pop(name) for name in _OPTIONS}
-        parameters = _read(cls(), given, common["parameters"], common["quick"])
+        read = partial(_read, cls(), given, common["parameters"], common["quick"])
         device = str(check_device(common["device"] or ("cuda" if torch.cuda.is_available() else "cpu")))
         line = shlex.join(["holdfast", *sys.argv[1:]])
         place = Workplace(common["runs"], common["data_dir"], device, line)
-        run = StudyRun(cls.name, parameters, common["out"], place, common["quick"])
+        run = StudyRun(cls.name, read({}), common["out"], place, common["quick"])
+        if common["redraw"]:
+            run = replace(run, parameters=read(run.stored_settings()))
         _carry_out(run, common["jobs"], common["redraw"], common["as_json"])
 
     kinds = {name: hint for name, (hint, _) in {**own, **_OPTIONS}.items()}
@@ -124,9 +130,10 @@ def _option(f: Field[Any], hint: Any) -> tuple[Any, Any]:
     return Annotated[hint | None, typer.Option(help=text, show_default=default, min=least)], None
 
 
-def _read(study: Study[Any], given: dict[str, Any], file: Path | None, quick: bool) -> Any:
-    """The parameters: the study's own or those of a quick run, then a file's, then the command line's."""
+def _read(study: Study[Any], given: dict[str, Any], file: Path | None, quick: bool, stored: Mapping[str, Any]) -> Any:
+    """The parameters: the study's own or those of a quick run, then stored ones, a file's, and the command line's."""
     table = to_table(study.quick() if quick else study.parameters())
+    table |= {name: value for name, value in stored.items() if name in table}
     hints = get_type_hints(study.parameters)
     if file is not None:
         table |= read_toml(file, "parameters")
@@ -165,8 +172,9 @@ def _carry_out(run: StudyRun, jobs: int, redraw: bool, as_json: bool) -> None:
             Console().print(*shown.tables, sep="\n")
             say_written(*run.written(shown))
     elif done:
-        advice = "run it without --redraw" if redraw else "the parameters ask for nothing that can be done here"
-        raise InputError(f"{run.stem} has no results to show; {advice}")
+        if redraw:
+            raise InputError(f"no file {str(run.numbers)!r}; give the options that it was made with, or no --redraw")
+        raise InputError(f"{run.stem} has no results to show; the parameters ask for nothing that can be done here")
     if not done:
         total, missing = len(plan.parts), len(run.pending(plan.parts))
         line = f"interrupted; {total - missing} of {total} parts were finished; the same command resumes"

@@ -64,6 +64,17 @@ class StudyRun:
     def _file(self, ending: str) -> Path:
         return self.stem.with_name(self.stem.name + ending)
 
+    def stored_settings(self) -> dict[str, Any]:
+        """Those of the file that holds the records, by name; none where there is no file."""
+        stored = self._stored()
+        if stored is None:
+            return {}
+        path, header, _ = stored
+        try:
+            return {name: json.loads(word) for name, word in header["settings"].items()}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise HoldfastError(f"{path} is damaged ({error}); move it away or give another --out") from None
+
     def plan(self) -> StudyPlan:
         """The parts to do."""
         plan = self.study.plan(self.parameters, self.place)

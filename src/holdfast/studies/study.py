@@ -148,8 +148,8 @@ class Study(ABC, Generic[P]):
         name: of the command and of the files.
         title: one line.
         paper: the key of `docs/references.bib` whose claims it tests; "holdfast" for our own.
-        minutes: that the whole of it takes on two cores (or where the title says otherwise).
-        memory: GiB at most.
+        minutes: that the whole of it takes on two cores, or on one H200 if the title says that it needs a GPU.
+        memory: GiB at most, for one part of the work.
         parameters: a frozen dataclass whose fields are made by `option`.
         kinds: the dataclass of each kind of record.
     """
