@@ -108,7 +108,7 @@ class Decoders(Study[DecodersParameters]):
     """Radii of the next word."""
 
     name: ClassVar[str] = "decoders"
-    title: ClassVar[str] = "how far a word, a soft prompt or a layer's input may move before the next word can change"
+    title: ClassVar[str] = "How far a word, a soft prompt or a layer's input may move before the next word can change"
     paper: ClassVar[str] = "holdfast"
     minutes: ClassVar[float] = 90
     memory: ClassVar[float] = 7

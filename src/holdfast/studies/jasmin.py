@@ -145,7 +145,7 @@ def draw_outcomes(cells: Sequence[PenaltyOutcome]) -> Figure:
         points = [(max(cell.lipschitz), 100 * cell.attacked[-1]) for cell in group]
         scatter.plot(*zip(*points, strict=True), "o", color=colour, label=title)
     scatter.set(xscale="log", xlabel="largest local constant of a layer", ylabel=f"% right under l2 {RADII[-1]:g}")
-    g_1.set(yscale="log", xlabel="quantile", ylabel="largest g_1 of a head", title="softmax norm over heads")
+    g_1.set(yscale="log", xlabel="quantile", ylabel="largest $g_1$ of a head", title="softmax norm over heads")
     norm_p.set(xlabel="quantile", ylabel="‖P‖", title="norm of the probabilities over heads")
     for panel in (scatter, g_1, norm_p):
         _grid(panel)

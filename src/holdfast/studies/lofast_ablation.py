@@ -56,7 +56,7 @@ class AblationParameters:
     norm: float = option(4.0, "Frobenius norm of what enters the layer.")
     guarantee: Guarantee = option("numerical", "Guarantee of the bounds.")
     config: str = option(CONFIG, "The network whose first attention is taken.")
-    epochs: int = option(3, "Seed of its training.", least=1)
+    epochs: int = option(3, "Epochs of its training.", least=1)
 
 
 @final

@@ -28,7 +28,8 @@ from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, Study
 from holdfast.train.config import agrees
 
 _SHORT = {"attention_norm": "norm"}
-_POINTS = 400  # of a curve
+_POINTS = 150  # of a curve; dense near 0, where most of them fall
+_WIDTHS = (1.0, 2.0)  # of lines: those of one network stay visible where the next one's cover them
 
 
 def markdown(study: GridStudy, results: Sequence[CertifiedNetwork]) -> str:
@@ -96,11 +97,16 @@ def draw_grid(study: GridStudy, results: Sequence[CertifiedNetwork]) -> Figure:
     columns, rows = (sorted({key(one) for one in results}) for key in (_column, _row))
     figure = new_figure(2.0 * len(columns) + 0.6, (1.5 if len(rows) > 2 else 2.2) * len(rows) + 0.9)
     panels = figure.subplots(len(rows), len(columns), sharex=True, sharey=True, squeeze=False)
-    colours = dict(zip(sorted({_kind(one) for one in results}), itertools.cycle(PALETTE), strict=False))
+    kinds = sorted({_kind(one) for one in results})
+    widths = np.linspace(*_WIDTHS, len(kinds))[::-1]
+    lines = {
+        kind: Line2D([], [], color=c, linewidth=w, label=kind)
+        for kind, c, w in zip(kinds, itertools.cycle(PALETTE), widths)
+    }
     end, highest = _end(study, results), 105 * max(one.attacked(0.0) for one in results)
     for one in results:
         panel = panels[rows.index(_row(one)), columns.index(_column(one))]
-        _draw(panel, one, end, colours[_kind(one)])
+        _draw(panel, one, end, lines[_kind(one)])
     for (i, j), panel in np.ndenumerate(panels):
         panel.set(xlim=(0, end), ylim=(0, highest))
         panel.set(title=f"norm of $W^V$, $W^O$: {columns[j]:g}" if i == 0 else "")
@@ -108,7 +114,7 @@ def draw_grid(study: GridStudy, results: Sequence[CertifiedNetwork]) -> Figure:
             xlabel="l2 radius" if i == len(rows) - 1 else "", ylabel=f"{rows[i]}% of the inputs" if j == 0 else ""
         )
         panel.grid(alpha=0.25)
-    handles = [Line2D([], [], color=colour, label=kind) for kind, colour in colours.items()]
+    handles = list(lines.values())
     ours = results[0].ours
     handles.append(Line2D([], [], color="black", linestyle="-", label=f"certified, {ours}"))
     handles.append(Line2D([], [], color="black", linestyle="--", label=f"certified, {LOFAST}"))
@@ -143,11 +149,12 @@ def _end(study: GridStudy, results: Sequence[CertifiedNetwork]) -> float:
     return max(float(reach), study.radii[-1])
 
 
-def _draw(panel: Axes, one: CertifiedNetwork, end: float, colour: str) -> None:
-    radii = np.linspace(0, end, _POINTS)
+def _draw(panel: Axes, one: CertifiedNetwork, end: float, like: Line2D) -> None:
+    radii = end * np.linspace(0, 1, _POINTS) ** 2
     curves = (("-", [one.certified(one.ours, r) for r in radii]), ("--", [one.certified(LOFAST, r) for r in radii]))
     for style, shares in (*curves, (":", [one.attacked(r) for r in radii])):
-        panel.plot(radii, [100 * share for share in shares], style, color=colour, linewidth=1.3)
+        heights = [100 * share for share in shares]
+        panel.plot(radii, heights, style, color=like.get_color(), linewidth=like.get_linewidth())
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ class LayerParameters:
     eps: tuple[float, ...] = option(EPS, "Radii.")
     guarantee: Guarantee = option("numerical", "Guarantee of the bounds; proved ones take minutes per image.")
     config: str = option(CONFIG, "The network whose first attention is taken.")
-    epochs: int = option(3, "Seed of its training.", least=1)
+    epochs: int = option(3, "Epochs of its training.", least=1)
 
 
 @final

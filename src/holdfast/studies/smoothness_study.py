@@ -102,7 +102,7 @@ def _plot_constants(axis: Axes, cells: Sequence[BatchConstants], colours: Colorm
     lengths = sorted({cell.setting.length for cell in cells})
     for i in range(len(cells[0].constants)):
         means = [statistics.geometric_mean(_at(cells, n, i)) for n in lengths]
-        axis.plot(lengths, means, color=colours(i), linewidth=0.8, alpha=0.9)
+        axis.plot(lengths, means, "-", color=colours(i), linewidth=0.8, alpha=0.9)
     axis.set(xscale="log", yscale="log", xlabel="tokens n", ylabel="‖DF(X)‖ of the attention layer")
     axis.set_xticks(lengths, [str(n) for n in lengths])
     axis.minorticks_off()
