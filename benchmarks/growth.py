@@ -26,6 +26,7 @@ from holdfast.compositions import certify_inputs
 from holdfast.errors import HoldfastError
 from holdfast.linalg.certified import GIB
 from holdfast.models import DigitsViT
+from holdfast.report.style import BLUE, new_figure, paper_style, save_figure
 from holdfast.storage import write_text
 from holdfast.studies.tightness import Regime, draw
 
@@ -206,7 +207,7 @@ def fitted(points: list[Measured]) -> list[dict[str, Any]]:
 
 def run(quick: bool = False) -> None:
     """The CPU part: measures, shows the table, and draws the plot."""
-    from benchmarks.harness import RESULTS, machine, save
+    from benchmarks.harness import machine, save
 
     points = [
         on_cpu(name, variable, point)
@@ -217,18 +218,16 @@ def run(quick: bool = False) -> None:
     rows = fitted(points)
     _show(rows)
     if not quick:
-        save("growth", {"machine": machine(), "fitted": rows, "points": [asdict(point) for point in points]})
-        _draw(rows, RESULTS / "growth.png")
+        draw_exponents(
+            save("growth", {"machine": machine(), "fitted": rows, "points": [asdict(point) for point in points]})
+        )
 
 
 def run_gpu(out: Path) -> None:
     """The GPU part; what is measured is written at once, and is not measured again."""
-    points: list[Measured] = []
-    if out.exists():
-        stored = json.loads(out.read_text())["points"]
-        points = [Measured(**one | {"point": Point(**one["point"])}) for one in stored]
+    stored = json.loads(out.read_text()) if out.exists() else {"machine": {}, "points": []}
+    points = [Measured(**one | {"point": Point(**one["point"])}) for one in stored["points"]]
     measured = {(one.work, one.variable) for one in points}
-    where = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     for name, work in WORKS.items():
         for variable in work.promised:
             if (name, variable) in measured:
@@ -236,9 +235,14 @@ def run_gpu(out: Path) -> None:
             work.prepare(work.on_gpu, "cuda")()  # loads the kernels
             points += [on_gpu(name, variable, point) for point in doubled(work.on_gpu, variable)]
             _show(fitted(points[-DOUBLINGS - 1 :]))
-            content = {"machine": where, "fitted": fitted(points), "points": [asdict(point) for point in points]}
+            where = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+            content = {
+                "machine": stored["machine"] | where,
+                "fitted": fitted(points),
+                "points": [asdict(point) for point in points],
+            }
             write_text(out, json.dumps(content, indent=1) + "\n")
-    _draw(fitted(points), out.with_suffix(".png"))
+    draw_exponents(out)
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
@@ -258,25 +262,23 @@ def _show(rows: list[dict[str, Any]]) -> None:
     Console(width=140).print(table)
 
 
-def _draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Fitted against promised exponents of time and memory."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 0.35 * len(rows) + 1.5), sharey=True)
-    names = [f"{row['work']}: {row['doubled']} ({row['device']})" for row in rows]
-    for axis, kind in zip(axes, ("time", "memory"), strict=True):
-        axis.barh(names, [row[kind] for row in rows], color="tab:blue", label="fitted")
-        axis.plot([row[f"{kind} promised"] for row in rows], names, "k|", markersize=12, label="promised")
-        axis.set_xlabel(f"exponent of {kind}")
-        axis.invert_yaxis()
-    axes[0].invert_yaxis()
-    axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+def draw_exponents(numbers: Path) -> None:
+    """Fitted exponents of time and memory beside those of large sizes, from a file of numbers alone."""
+    rows = json.loads(numbers.read_text())["fitted"]
+    with paper_style():
+        figure = new_figure(8.5, 0.28 * len(rows) + 1.2)
+        panels = figure.subplots(1, 2, sharey=True)
+        names = [f"{row['work']}: {row['doubled']}" for row in rows]
+        for panel, kind in zip(panels, ("time", "memory"), strict=True):
+            panel.barh(names, [row[kind] for row in rows], color=BLUE, label="fitted")
+            panel.plot([row[f"{kind} promised"] for row in rows], names, "k|", markersize=12, label="of large sizes")
+            panel.set(xlabel=f"exponent of {kind}")
+            panel.set_xlim(left=-0.1)  # so that a mark at 0 can be seen
+        panels[0].invert_yaxis()
+        figure.legend(
+            handles=panels[0].get_legend_handles_labels()[0], loc="outside lower center", ncols=2, frameon=False
+        )
+        save_figure(figure, numbers.with_suffix(""))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import random
 import tempfile
 import time
@@ -230,8 +231,8 @@ class _Crowd(Pool[Batch]):
         self._order += 1
         heapq.heappush(self._events, (moment, self._order, member))
 
-    def wait(self) -> list[Ended]:
-        pause = max(0.0, self._events[0][0] - time.perf_counter())
+    def wait(self, seconds: float | None = None) -> list[Ended]:
+        pause = min(max(0.0, self._events[0][0] - time.perf_counter()), math.inf if seconds is None else seconds)
         time.sleep(pause)
         self._plan.waited += pause
         values, ended = list[tuple[int, Any]](), list[Ended]()
