@@ -130,7 +130,7 @@ def markdown(costs: Sequence[Cost]) -> str:
     ]
     lines = [" | ".join(head), "|".join("---" for _ in head)]
     lines += [
-        f"{c.size} | {c.seconds_per_image:.2g} | {c.gpu_hours:.0f} | {c.hours_on_64:.1f} | {c.model_megabytes:.0f} | "
+        f"{c.size} | {c.seconds_per_image:.2g} | {c.gpu_hours:.0f} | {c.hours_on_64:.2f} | {c.model_megabytes:.0f} | "
         f"{c.file_megabytes:.0f} | {c.file_with_attack_gigabytes:.0f}"
         for c in costs
     ]

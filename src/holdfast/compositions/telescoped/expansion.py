@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from holdfast.clock import give_back_memory
 from holdfast.errors import NotApplicableError
 from holdfast.layers.expansion import LocalExpansion
 from holdfast.layers.piece import LinearPiece, Piece
@@ -167,8 +168,10 @@ class Expansion:
                     jets = spot.u.new_zeros(len(self.directions.first), *spot.u.shape)
                 jets = spot.curved.jets(k, jets)
                 if k == 2:
+                    give_back_memory()
                     self._twists += spot.curved.twist(self._adjoints[place])
                     spot.curved.forget()
+                    give_back_memory()
             elif jets is not None:
                 jets, lost = _through_linear(spot, jets, count)
                 spot.defects[k] = spot.defects[k] + lost / k
@@ -230,6 +233,7 @@ class Expansion:
         slack = slack if scale is None else slack * scale.abs().amax()
         blocks = torch.linalg.vector_norm(scaled, dim=-1).movedim(0, 1) + slack.unsqueeze(-1)  # (b, classes, m)
         self._ends[source] = Passage(up(blocks, 1e-12), slack, whole)
+        give_back_memory()
         return adjoint
 
     def _inside(self, source: int) -> bool:
