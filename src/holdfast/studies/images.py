@@ -23,8 +23,7 @@ from holdfast.data import Dataset, load
 from holdfast.errors import InputError
 from holdfast.graph import to_network
 from holdfast.models import Transformer
-from holdfast.models import load as load_model
-from holdfast.models.files import shelf_file, stored_config
+from holdfast.models.files import described, load_transformer, shelf_file
 from holdfast.network.network import Network
 from holdfast.report.numbers import down
 from holdfast.report.style import PALETTE, draw_range, new_figure
@@ -95,7 +94,7 @@ def measure(model_name: str, parameters: ImagesParameters, place: Workplace, tel
     training = json.loads(notes.get("training", "{}"))
     if not training:
         raise InputError(f"{model_name!r} has no record of a training; expected a model.safetensors of holdfast train")
-    model, data = load_model(model_name), load(training["config"]["data"]["name"], None, place.data_dir)
+    model, data = load_transformer(model_name), load(training["config"]["data"]["name"], None, place.data_dir)
     most = min(max(parameters.inputs, parameters.lofast_inputs), len(data))
     # Converted, and compared with the model, once for all images.
     converted = to_network(model, data.inputs[:_COMPARED])
@@ -229,7 +228,7 @@ def draw_accuracies(results: Sequence[ImageModel]) -> Figure:
 
 def _notes(model: str) -> dict[str, str]:
     file = shelf_file(model) or model
-    stored_config(file)  # refuses other files
+    described(file)  # refuses other files
     return read_metadata(file)
 
 
