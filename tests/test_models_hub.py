@@ -120,11 +120,12 @@ def test_the_command_writes_a_card(tmp_path: Path) -> None:
 
 def test_a_card_of_a_file_names_the_file(tmp_path: Path) -> None:
     file = str(tmp_path / "model.safetensors")
-    save(load("cifar10-best"), file, {"training": json.dumps({"name": "mine/run.toml"})})
+    save(load("cifar10-best"), file, {"training": json.dumps({"name": "mine/run.toml", "config": {"data": "cifar10"}})})
     shown = CliRunner().invoke(load_command("models"), ["card", file]).output
     assert "# run\n" in shown
     assert f'holdfast.models.load("{file}")' in shown
     assert f"holdfast certify {file} --data" in shown
+    assert "Trained on cifar10." in shown
 
 
 def test_the_shelf_says_of_how_many_inputs_a_number_is() -> None:

@@ -96,7 +96,8 @@ def _run(run: ShelvedRun) -> str:
 
 def _data(model: Shelved) -> str:
     test = model.training.get("test", {})
-    lines = [f"Trained and certified on {', '.join(names)}." if (names := _data_sets(model)) else "Not recorded."]
+    how = "Trained and certified" if model.certified else "Trained"
+    lines = [f"{how} on {', '.join(names)}." if (names := _data_sets(model)) else "Not recorded."]
     if "clean" in test:
         off = f", and {100 * test['content_off']:.1f} % if attention sees no content" if "content_off" in test else ""
         share = f"{100 * test['clean']:.1f} % are answered rightly{off}"

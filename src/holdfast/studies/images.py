@@ -92,8 +92,11 @@ def measure(model_name: str, parameters: ImagesParameters, place: Workplace, tel
     """Certifies and attacks a model."""
     notes = _notes(model_name)
     training = json.loads(notes.get("training", "{}"))
-    if not training:
-        raise InputError(f"{model_name!r} has no record of a training; expected a model.safetensors of holdfast train")
+    if not training.get("test"):
+        raise InputError(
+            f"{model_name!r} has no record of a training with its test split; expected a model.safetensors of holdfast "
+            "train on a data set by name"
+        )
     model, data = load_transformer(model_name), load(training["config"]["data"]["name"], None, place.data_dir)
     most = min(max(parameters.inputs, parameters.lofast_inputs), len(data))
     # Converted, and compared with the model, once for all images.
