@@ -12,7 +12,8 @@ from torch import Tensor
 
 import holdfast
 from holdfast.data import load as load_data
-from holdfast.models import Transformer, load
+from holdfast.models import Transformer
+from holdfast.models.files import load_transformer
 from holdfast.train.forward import run
 from holdfast.train.slopes import GainsSlope
 
@@ -48,7 +49,7 @@ def main() -> None:
     parser.add_argument("--inputs", type=int, default=16)
     parser.add_argument("--sharpen", type=float, default=1.0, help="multiplies the queries of the first attention")
     chosen = parser.parse_args()
-    model = load(chosen.model)
+    model = load_transformer(chosen.model)
     model.attentions[0].query.weight.mul_(chosen.sharpen)
     data = load_data("cifar10").select(torch.arange(chosen.inputs))
     records = holdfast.certify(model, data, [36 / 255], method="gains").records

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import sys
@@ -17,8 +18,11 @@ from holdfast.cli import main
 from holdfast.cli.train import _line
 from holdfast.data.digits import demo_digits
 from holdfast.errors import InputError
-from holdfast.models import Transformer, config, files, load, put_on_shelf, save, shelved
+from holdfast.graph import to_network
+from holdfast.models import Transformer, VisionTransformer, config, files, load, put_on_shelf, save, shelved
+from holdfast.models.files import load_transformer
 from holdfast.models.loading import load_classifier
+from holdfast.network.digest import weights_digest
 from holdfast.train import Epoch, TrainingProgress, read_training
 
 Call = Callable[..., tuple[int, str, str]]
@@ -158,6 +162,23 @@ def test_models_lists_configs_and_the_shelf(call: Call, tmp_path: Path) -> None:
     assert call("certify tiny --data digits-32 --limit 1 --method lofast --guarantee numerical")[0] == 0
 
 
+def test_a_standard_transformer_is_saved_halved_shelved_and_certified(call: Call, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    save(VisionTransformer(8, 1, 4, 1, 8, 2), tmp_path / "vit.safetensors")
+    assert call("models halve vit.safetensors half.safetensors")[0] == 0
+    digits = demo_digits()
+    save_file({"inputs": digits.images[:, None], "labels": digits.labels}, tmp_path / "square.safetensors")
+    line = "certify half.safetensors --data square.safetensors --limit 2 --method lofast"
+    line += " --guarantee numerical --out run.jsonl"
+    assert call(line)[0] == 0
+    assert "certified other weights" in call("models add mine vit.safetensors --certified run.jsonl")[2]
+    assert call("models add mine half.safetensors --certified run.jsonl")[0] == 0
+    assert call("verify run.jsonl --model mine")[0] == 0
+    assert torch.equal(load("mine")(torch.ones(1, 1, 8, 8)), load("half.safetensors")(torch.ones(1, 1, 8, 8)))
+    with pytest.raises(InputError, match="'mine' is a VisionTransformer; expected a model of holdfast train"):
+        load_transformer("mine")
+
+
 def tiny(seed: int) -> Transformer:
     torch.manual_seed(seed)
     return Transformer(replace(config("digits-smooth"), width=8, depth=1, neck=8))
@@ -200,11 +221,18 @@ def test_what_the_shelf_refuses(call: Call, tmp_path: Path, monkeypatch: pytest.
 
 def test_every_model_on_the_shelf_is_small_and_can_be_loaded() -> None:
     found = shelved()
-    assert len(found) <= 3
+    assert len(found) <= 5
     for each in found:
         file = files.shelf_file(each.name)
         assert file is not None
         assert file.stat().st_size <= 8_000_000
-        assert load(each.name).config == each.config
+        assert type(load(each.name)).__name__ == each.kind
         assert each.command
         assert each.certified
+
+
+@pytest.mark.parametrize("name", ["cifar10-best", "cifar10-vit"])
+def test_stored_records_are_of_the_weights_on_the_shelf(name: str) -> None:
+    with gzip.open(Path(__file__).parents[1] / "results" / f"{name}.jsonl.gz", "rt") as lines:
+        certified = json.loads(next(lines))["settings"]["weights"]
+    assert weights_digest(to_network(load(name), torch.zeros(1, 3, 32, 32)).network) == certified

@@ -35,6 +35,7 @@ from holdfast.layers.piece import LinearPiece, SmoothPiece
 from holdfast.layers.tokens.selection import Rearrangement
 from holdfast.linalg import Ball, MatrixOperator, upper
 from holdfast.linalg.arithmetic import Numerical, Proved
+from holdfast.models import VisionTransformer
 
 WIDTH, TOKENS = 6, 4
 KINDS = ["orthogonal", "orthogonal-torch", "sll"]
@@ -283,6 +284,36 @@ def test_content_off_and_its_use():
         attention.query.weight.zero_()
     assert float(content_use(attention, x).total_variation) == pytest.approx(0, abs=1e-12)
     assert torch.allclose(content_off(attention, x)(x), attention(x))
+
+
+def test_content_off_of_a_standard_transformer():
+    torch.manual_seed(0)
+    model = VisionTransformer(side=8, channels=1, patch=4, depth=2, width=8, heads=2).double().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    images = torch.rand(12, 1, 8, 8, dtype=torch.float64)
+    model.requires_grad_(False)
+    first = model.blocks[0].attention
+    x = model.blocks[0].attention_norm(model._embed(images))
+    _, p = first(x, x, x, average_attn_weights=False)
+    assert float(content_use(model, images, batch=5).total_variation[0]) == pytest.approx(
+        float((p - p.mean(0)).abs().sum(-1).mean() / 2)
+    )
+    off = content_off(model, images, batch=5)
+    assert not torch.allclose(off(images), model(images))
+    # Scores of one input are their own mean, and with those the answer stays what it was.
+    torch.testing.assert_close(content_off(model, images[:1])(images[:1]), model(images[:1]))
+    fixed = off.blocks[0].attention(x, x, x)[0]
+    projected = torch.nn.functional.linear(x, first.in_proj_weight, first.in_proj_bias)
+    q, k, v = (y.unflatten(-1, (2, 4)).movedim(-2, -3) for y in projected.chunk(3, -1))
+    mixed = (q @ k.mT / 2).mean(0).softmax(-1) @ v
+    torch.testing.assert_close(fixed, first.out_proj(mixed.movedim(-3, -2).flatten(-2)))
+    norms = content_use(model, images).score_norm
+    w_q, w_k, _ = first.in_proj_weight.chunk(3)
+    heads = [torch.linalg.matrix_norm(w_q[h : h + 4].mT @ w_k[h : h + 4], 2) for h in (0, 4)]
+    assert float(norms[0]) == pytest.approx(float(max(heads)))
+    with pytest.raises(InputError, match="batch_first=False"):
+        content_use(torch.nn.MultiheadAttention(4, 2), torch.zeros(1, 2, 4))
 
 
 def test_plain_has_the_same_outputs_and_leaves_the_original_alone(layer):

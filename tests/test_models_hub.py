@@ -15,7 +15,7 @@ from holdfast.errors import HoldfastError, InputError
 from holdfast.models import DigitsViT, Transformer, VisionTransformer, config, load, load_digits_vit, save
 from holdfast.models.card import card
 from holdfast.models.hub import OnHub
-from holdfast.models.shelf import read_shelved, shelved
+from holdfast.models.shelf import Shelved, read_shelved, shelved
 
 pytest.importorskip("huggingface_hub")
 
@@ -79,18 +79,21 @@ def test_a_config_that_does_not_fit(tmp_path: Path) -> None:
 # -- cards
 
 
-def test_a_card_says_what_is_proved_of_a_model() -> None:
-    (model,) = (each for each in shelved() if each.name == "cifar10-best")
+@pytest.mark.parametrize("model", shelved(), ids=lambda model: model.name)
+def test_a_card_says_what_is_proved_of_a_model(model: Shelved) -> None:
     text, (run,) = card(model), model.certified
     assert text.startswith("---\nlicense: apache-2.0\n")
     for part in ("Use", "What is proved", "Data", "Recipe", "Licence"):
         assert f"\n## {part}\n" in text
     for radius, share in run.accuracy.items():
         assert f"| {radius} | {100 * share:.1f} % |" in text
-    assert f"{run.inputs:,} inputs of cifar10, {100 * run.clean:.1f} % of them answered rightly" in text
+    for share in run.attacked.values():
+        assert f" | {100 * share:.1f} % |" in text
+    assert f"{run.inputs:,} inputs of {run.data}, {100 * run.clean:.1f} % of them answered rightly" in text
     assert model.command in text
     assert run.command in text
-    assert "- cifar10" in text
+    assert f"- {run.data}" in text
+    assert f"--limit 10 --method {run.method} --at {','.join(run.accuracy)}\n" in text
 
 
 def test_a_card_of_a_model_of_which_nothing_is_known(tmp_path: Path) -> None:
@@ -117,11 +120,12 @@ def test_the_command_writes_a_card(tmp_path: Path) -> None:
 
 def test_a_card_of_a_file_names_the_file(tmp_path: Path) -> None:
     file = str(tmp_path / "model.safetensors")
-    save(load("cifar10-best"), file, {"training": json.dumps({"name": "mine/run.toml"})})
+    save(load("cifar10-best"), file, {"training": json.dumps({"name": "mine/run.toml", "config": {"data": "cifar10"}})})
     shown = CliRunner().invoke(load_command("models"), ["card", file]).output
     assert "# run\n" in shown
     assert f'holdfast.models.load("{file}")' in shown
     assert f"holdfast certify {file} --data" in shown
+    assert "Trained on cifar10." in shown
 
 
 def test_the_shelf_says_of_how_many_inputs_a_number_is() -> None:

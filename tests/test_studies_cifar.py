@@ -12,15 +12,22 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from holdfast import data as datasets
 from holdfast.cli.app import app
 from holdfast.data.dataset import Dataset
 from holdfast.errors import InputError, SoundnessError
-from holdfast.models import VisionTransformer
-from holdfast.studies import cifar_training, cifar_vit, yudin_cifar
+from holdfast.models import VisionTransformer, files, load
+from holdfast.models.card import card
+from holdfast.models.shelf import read_shelved
+from holdfast.studies import StudyRun, Workplace, cifar_training, cifar_vit, yudin_cifar
 from holdfast.studies.ascent import ascended
 from holdfast.studies.cifar_training import CifarNetwork, CifarRecipe, CifarTraining, load_network, save_network, train
-from holdfast.studies.cifar_vit import CifarImage, summed_up
+from holdfast.studies.cifar_vit import CifarVitParameters
+from holdfast.studies.cifar_vit_shelf import put_network_on_shelf
+from holdfast.studies.cifar_vit_summary import RADIUS, CifarContent, CifarImage, summed_up, withstood
 from holdfast.studies.penalties import SpectralPenalty
+from holdfast.studies.study import StudyPart
+from holdfast.train.objective import ContentMeasurement
 
 TINY = CifarTraining(patch=16, depth=1, width=8, heads=2, steps=3, batch=4)
 KNOWN = CifarNetwork(TINY, 0.5, (0.4, 0.3, 0.2), 10, 4, 1.0, "cpu")
@@ -135,7 +142,80 @@ def test_the_stored_table_is_what_its_numbers_say(tmp_path: Path) -> None:
 def test_the_stored_networks_say_how_they_were_trained() -> None:
     files = sorted((RESULTS / "cifar-vits").glob("*.safetensors"))
     assert {load_network(path)[1].training.recipe for path in files} == {"plain", "pgd", "lipschitz"}
-    assert cifar_training.RADII[0] == cifar_vit.RADIUS
+    assert cifar_training.RADII[0] == RADIUS
+
+
+def stored_images() -> list[CifarImage]:
+    run = StudyRun("cifar-vit", CifarVitParameters(decide=True), RESULTS, Workplace())
+    return [one for one in run.read().of("image") if one.network == "lipschitz-2-0.3"]
+
+
+def test_the_network_on_the_shelf_is_that_of_the_study() -> None:
+    file = files.shelf_file("cifar10-vit")
+    assert file is not None
+    assert file.samefile(RESULTS / "cifar-vits" / "lipschitz-2-0.3.safetensors")
+    model, known = load_network(file)
+    assert torch.equal(load("cifar10-vit")(noise().inputs), model(noise().inputs))
+    images = stored_images()
+    assert {one.known for one in images} == {known}
+    (run,) = read_shelved("cifar10-vit").certified
+    assert (run.inputs, run.clean) == (len(images), sum(one.right for one in images) / len(images))
+    assert run.accuracy == {"0.141176": sum(one.radius >= RADIUS for one in images) / len(images)}
+    assert run.attacked == {"0.141176": withstood(images, RADIUS)}
+
+
+@pytest.mark.skipif(not (datasets.data_folder() / "cifar-10-batches-bin").exists(), reason="no CIFAR-10 at hand")
+def test_its_margins_are_those_that_were_proved() -> None:
+    images, test = stored_images(), datasets.load("cifar10")
+    logits = load("cifar10-vit").double()(test.inputs[: len(images)].double())
+    own = test.labels[: len(images), None]
+    leads = (logits.gather(1, own) - logits).scatter(1, own, torch.inf).amin(1).tolist()
+    assert [lead > 0 for lead in leads] == [one.right for one in images]
+    assert max(abs(lead - one.margin) for lead, one in zip(leads, images, strict=True) if one.right) < 1e-6
+
+
+def test_a_network_goes_onto_the_shelf_with_what_was_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "SHELF", tmp_path / "shelf")
+    model, path, numbers = train(TINY, noise()), tmp_path / "tiny.safetensors", tmp_path / "cifar-vit-decided.json"
+    save_network(path, model, KNOWN)
+    one = CifarImage("tiny", KNOWN, 0, True, 1.0, RADIUS, 0.4, decided=True)
+    images = [one, replace(one, place=1, radius=0.0), replace(one, place=2, radius=0.0, attack=0.1)]
+    images += [replace(one, place=3, right=False, radius=0.0, attack=None)]
+
+    def write(kept: list[CifarImage], content: bool) -> None:
+        use = CifarContent("tiny", 10, 0.5, ContentMeasurement(0.4, [0.1], [2.0]))
+        records: list[tuple[str, Any]] = [("image", each) for each in kept] + [("content", use)] * content
+        run = StudyRun("cifar-vit", CifarVitParameters(decide=True), tmp_path, Workplace(command="holdfast repro"))
+        numbers.unlink(missing_ok=True)
+        run.journal.unlink(missing_ok=True)
+        run.begin()
+        monkeypatch.setattr(cifar_vit.CifarVitStudy, "measure", lambda *given: next(left))
+        left = iter([record for _, record in records])
+        for place, (kind, _) in enumerate(records):
+            run.measure(StudyPart(kind, str(place)), lambda share: None)
+        run.show()
+
+    def add(*certified: str) -> str:
+        result = CliRunner().invoke(app, ["models", "add", "mine", str(path), *certified])
+        return result.output if result.exit_code == 0 else str(result.exception)
+
+    assert "expected one --certified" in add()
+    for kept, content, complaint in ((images[1:], True, "has gaps"), (images, False, "has no images and content")):
+        write(kept, content)
+        assert complaint in add("--certified", str(numbers))
+    write(images, content=True)
+    assert "mine" in add("--certified", str(numbers))
+    halved, _ = load_network(path)
+    assert torch.equal(load("mine")(noise().inputs), halved(noise().inputs))
+    shelved = read_shelved("mine")
+    (run,) = shelved.certified
+    assert (run.inputs, run.clean, run.accuracy, run.attacked) == (4, 0.75, {"0.141176": 0.25}, {"0.141176": 0.5})
+    text = card(shelved)
+    assert "4 inputs of cifar10, 75.0 % of them answered rightly; by `forms`" in text
+    assert "no layer limited in any way" in text
+    assert "Of all 10 inputs of the split `test` 50.0 % are answered rightly, and 40.0 %" in text
+    assert "examples/train_cifar_vits.py plain tiny.safetensors --patch 16 --depth 1 --width 8" in text
+    assert put_network_on_shelf("again", files.SHELF / "mine.safetensors", numbers).certified == (run,)
 
 
 def test_a_network_is_trained_once_and_its_nearest_changes_change_its_answers(tmp_path: Path) -> None:

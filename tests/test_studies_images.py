@@ -74,3 +74,12 @@ def test_a_model_without_its_training_is_refused(
     save(Transformer(config("digits-patches")), tmp_path / "bare.safetensors")
     assert call(tmp_path, "repro images bare.safetensors", monkeypatch) == 2
     assert "has no record of a training" in capsys.readouterr().err
+
+
+def test_a_model_that_was_trained_on_a_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Transformer(config("digits-patches"))
+    save(model, tmp_path / "own.safetensors", {"training": json.dumps({"name": "own", "test": {}})})
+    assert call(tmp_path, "repro images own.safetensors", monkeypatch) == 2
+    assert "with its test split" in capsys.readouterr().err

@@ -15,10 +15,13 @@ from holdfast.certification import read
 from holdfast.cli.app import NamedCommands
 from holdfast.cli.inputs import Json, ShardSize, writable
 from holdfast.cli.work import emit_json, say_written
+from holdfast.errors import InputError
 from holdfast.models import ModelConfig, files, named_configs
 from holdfast.models.card import card
 from holdfast.models.shelf import Shelved, put_on_shelf, read_shelved, shelved
 from holdfast.storage import parse_size, write_text
+from holdfast.studies.cifar_training import is_network
+from holdfast.studies.cifar_vit_shelf import put_network_on_shelf
 
 app = typer.Typer(help="The models that come with the package.", cls=NamedCommands, invoke_without_command=True)
 
@@ -42,12 +45,22 @@ def models(context: typer.Context, as_json: Json = False) -> None:
 @app.command("add")
 def add(
     name: Annotated[str, typer.Argument(help="Its name on the shelf.")],
-    model: Annotated[Path, typer.Argument(help="The model.safetensors that train wrote.")],
-    certified: Annotated[list[Path] | None, typer.Option(help="The file of a run of certify; may be repeated.")] = None,
+    model: Annotated[
+        Path, typer.Argument(help="The model.safetensors that train wrote, or a network of repro cifar-vit.")
+    ],
+    certified: Annotated[
+        list[Path] | None,
+        typer.Option(help="The file of a run of certify, or for such a network of repro cifar-vit; may be repeated."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Put a trained model on the shelf, with its certified results."""
-    added = put_on_shelf(name, model, *(read(path).run() for path in certified or ()))
+    if is_network(model):
+        if certified is None or len(certified) != 1:
+            raise InputError(f"{str(model)!r} is a network of repro cifar-vit; expected one --certified, its JSON file")
+        added = put_network_on_shelf(name, model, certified[0])
+    else:
+        added = put_on_shelf(name, model, *(read(path).run() for path in certified or ()))
     emit_json("models add", added.to_dict(), stdout=as_json, out=None)
     if not as_json:
         Console().print(_shelf_table((added,)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import asdict
 
 from holdfast.models.shelf import Shelved, ShelvedRun
 
@@ -42,19 +41,23 @@ def _summary(model: Shelved) -> str:
     c = model.config
     count = model.training.get("parameters")
     size = f" with {count:,} parameters" if count else ""
-    kind = f"images of {c.channels} × {c.side} × {c.side}" if c.input == "image" else f"texts of up to {c.tokens} words"
+    side, words = c.get("side"), f"texts of up to {c.get('tokens')} words"
+    kind = words if _takes_words(model) else f"images of {c['channels']} × {side} × {side}"
+    usual = ": pre-LayerNorm, GELU, biases, no layer limited in any way" if model.kind == "VisionTransformer" else ""
     return (
-        f"A classifier of {kind} into {c.classes} classes: a transformer{size}, with unmodified softmax attention in "
-        f"{c.depth} blocks, trained so that its answers can be certified."
+        f"A classifier of {kind} into {c['classes']} classes: a transformer{size}, with unmodified softmax attention "
+        f"in {c['depth']} blocks{usual}. It was trained so that its answers can be certified."
     )
 
 
 def _use(model: Shelved, source: str) -> str:
     data = next(iter(_data_sets(model)), "DATA")
+    known = next(iter(model.certified), None)
+    how = "--method gains" if known is None else f"--method {known.method} --at {','.join(known.accuracy)}"
     return (
         "```python\nimport holdfast.models\n\n"
         f"model = holdfast.models.load({json.dumps(source)})  # a torch module, frozen\n```\n\n"
-        f"    holdfast certify {shlex.quote(source)} --data {shlex.quote(data)} --limit 10 --method gains"
+        f"    holdfast certify {shlex.quote(source)} --data {shlex.quote(data)} --limit 10 {how}"
     )
 
 
@@ -62,7 +65,7 @@ def _proved(model: Shelved) -> str:
     if not model.certified:
         return "Nothing was certified for these weights."
     tables = [_run(run) for run in model.certified]
-    moved = "the pixels" if model.config.input == "image" else "the embeddings of all words"
+    moved = "the embeddings of all words" if _takes_words(model) else "the pixels"
     meaning = (
         f"*Certified at a radius* is the share of inputs with the right answer for which no change of {moved} whose l2 "
         "length is at most the radius changes the answer. It holds for the exact function of these weights, over all "
@@ -93,7 +96,8 @@ def _run(run: ShelvedRun) -> str:
 
 def _data(model: Shelved) -> str:
     test = model.training.get("test", {})
-    lines = [f"Trained and certified on {', '.join(names)}." if (names := _data_sets(model)) else "Not recorded."]
+    how = "Trained and certified" if model.certified else "Trained"
+    lines = [f"{how} on {', '.join(names)}." if (names := _data_sets(model)) else "Not recorded."]
     if "clean" in test:
         off = f", and {100 * test['content_off']:.1f} % if attention sees no content" if "content_off" in test else ""
         share = f"{100 * test['clean']:.1f} % are answered rightly{off}"
@@ -112,8 +116,12 @@ def _recipe(model: Shelved) -> str:
     words += [f"{name} {version}" for name, version in t.get("versions", {}).items()]
     if words:
         lines.append(f"It had {', '.join(words)}.")
-    config = t.get("config") or {"model": asdict(model.config)}
+    config = t.get("config") or {"model": model.config}
     return "\n\n".join([*lines, f"```json\n{json.dumps(config, indent=1)}\n```"])
+
+
+def _takes_words(model: Shelved) -> bool:
+    return model.config.get("input") == "words"
 
 
 def _data_sets(model: Shelved) -> list[str]:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, final
 
 from holdfast.errors import InputError
+from holdfast.graph import to_network
 from holdfast.models import files
-from holdfast.models.config import ModelConfig
+from holdfast.models.vit import VisionTransformer
 from holdfast.network.digest import weights_digest
 from holdfast.results import CertificationRun
 from holdfast.storage import Pathlike, file_size, make_folder, read_metadata, read_tensors, write_tensors
@@ -23,7 +24,7 @@ _KEY = "holdfast_shelf"
 @final
 @dataclass(frozen=True)
 class ShelvedRun:
-    """What a run of `holdfast certify` showed about a model.
+    """What a run of `holdfast certify`, or a study, showed about a model.
 
     Attributes:
         data: the data set and its split's checksum stand in the run; this is its name.
@@ -70,7 +71,8 @@ class Shelved:
 
     Attributes:
         name: by which `holdfast.models.load` and `holdfast certify` know it; for a file elsewhere, that of its config.
-        config: of the model.
+        kind: the name of its class.
+        config: what it is built from.
         seed: of its training.
         command: that trained it.
         training: the record of the training: config, versions, curves, content-off accuracy.
@@ -78,7 +80,8 @@ class Shelved:
     """
 
     name: str
-    config: ModelConfig
+    kind: str
+    config: Mapping[str, Any]
     seed: str
     command: str
     training: Mapping[str, Any]
@@ -94,21 +97,24 @@ def shelved() -> tuple[Shelved, ...]:
     return tuple(read_shelved(path) for path in sorted(files.SHELF.glob("*.safetensors")))
 
 
-def put_on_shelf(name: str, path: Pathlike, *runs: CertificationRun) -> Shelved:
+def put_on_shelf(name: str, path: Pathlike, *runs: CertificationRun | ShelvedRun) -> Shelved:
     """Copies a trained model onto the shelf, with its certified results.
 
     Args:
         name: on the shelf.
-        path: of the model, as `holdfast train` writes it.
-        runs: of `holdfast certify` on the same weights.
+        path: of the model, as `holdfast.models.save` writes it.
+        runs: of `holdfast certify` on the same weights, or what a study has shown about them.
     """
     if not name or Path(name).name != name:
         raise InputError(f"the name is {name!r}; expected a word without slashes")
-    digest = weights_digest(files.load(path).to_network())
+    model = files.load(path)
+    example = model.example if isinstance(model, VisionTransformer) else None
+    digest = weights_digest(to_network(model, example).network)
     for run in runs:
-        if run.settings["weights"] != digest:
+        if isinstance(run, CertificationRun) and run.settings["weights"] != digest:
             raise InputError(f"the run on {run.data!r} certified other weights than those of {str(path)!r}")
-    notes = {_KEY: json.dumps([asdict(ShelvedRun.of(run)) for run in runs])}
+    shown = [run if isinstance(run, ShelvedRun) else ShelvedRun.of(run) for run in runs]
+    notes = {_KEY: json.dumps([asdict(run) for run in shown])}
     target = files.SHELF / f"{name}.safetensors"
     size = file_size(path)
     if size > LIMIT:
@@ -126,10 +132,12 @@ def read_shelved(name: Pathlike) -> Shelved:
         raise InputError(f"{str(name)!r} is neither a file nor a model on the shelf ({names or 'which is empty'})")
     notes = read_metadata(path)
     training = json.loads(notes.get("training", "{}"))
+    kind, config = files.described(path)
     own = path.parent == files.SHELF or "name" not in training
     return Shelved(
         path.stem if own else Path(training["name"]).stem,
-        files.stored_config(path),
+        kind.__name__,
+        config,
         notes.get("seed", ""),
         notes.get("command", ""),
         training,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal, final
 
 import torch
@@ -12,6 +13,8 @@ from holdfast.errors import InputError
 from holdfast.models.hub import OnHub
 
 Pool = Literal["class", "mean"]
+
+VIT_KEY = "holdfast_vit"  # of a file's metadata
 
 
 @final
@@ -104,6 +107,16 @@ class VisionTransformer(OnHub):
     @property
     def arguments(self) -> dict[str, Any]:
         return dict(self._arguments)
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """What the model is built from, under the key by which files of models are known."""
+        return {VIT_KEY: json.dumps(self._arguments)}
+
+    @property
+    def example(self) -> Float[Tensor, "1 c s s"]:
+        """A black image, as the model takes it."""
+        return torch.zeros(1, *self._shape)
 
     def _embed(self, images: Tensor) -> Tensor:
         if images.shape[1:] != self._shape:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, final, get_args
@@ -29,6 +30,8 @@ from holdfast.train.gradients import Gradients, RecordedGradients
 
 CifarRecipe = Literal["plain", "pgd", "lipschitz", "jasmin", "spectral"]
 RADII = (36 / 255, 0.25, 0.5)  # of the attack on test images, l2 on pixels in [0, 1]
+
+_KEY = "cifar-vit"  # of a file's metadata
 
 _CROP = 4  # pixels by which an image is shifted at most
 _WARM = 0.1  # of the steps, in which the rate grows
@@ -159,16 +162,23 @@ def train_and_measure(
     return model, known
 
 
-def save_network(path: Path, model: VisionTransformer, known: CifarNetwork) -> None:
-    """Writes a network in float16, with all that is known about it."""
+def save_network(
+    path: Path, model: VisionTransformer, known: CifarNetwork, notes: Mapping[str, str] | None = None
+) -> None:
+    """Writes a network in float16, with all that is known about it; `holdfast.models.load` reads it, too."""
     halved = {name: t.detach().half().cpu().contiguous() for name, t in model.state_dict().items()}
-    write_tensors(path, halved, {"cifar-vit": json.dumps(asdict(known))})
+    write_tensors(path, halved, {_KEY: json.dumps(asdict(known)), **model.notes, **(notes or {})})
+
+
+def is_network(path: Path) -> bool:
+    """Whether `save_network` has written this file."""
+    return _KEY in read_metadata(path)
 
 
 def load_network(path: Path) -> tuple[VisionTransformer, CifarNetwork]:
     """Reads what `save_network` has written; the network is in float32."""
     try:
-        table = json.loads(read_metadata(path)["cifar-vit"])
+        table = json.loads(read_metadata(path)[_KEY])
         setting = CifarTraining(**table.pop("training"))
         known = CifarNetwork(setting, **table | {"attacked": tuple(table["attacked"])})
         model = setting.network()

@@ -23,8 +23,7 @@ from holdfast.data import Dataset, load
 from holdfast.errors import InputError
 from holdfast.graph import to_network
 from holdfast.models import Transformer
-from holdfast.models import load as load_model
-from holdfast.models.files import shelf_file, stored_config
+from holdfast.models.files import described, load_transformer, shelf_file
 from holdfast.network.network import Network
 from holdfast.report.numbers import down
 from holdfast.report.style import PALETTE, draw_range, new_figure
@@ -93,9 +92,12 @@ def measure(model_name: str, parameters: ImagesParameters, place: Workplace, tel
     """Certifies and attacks a model."""
     notes = _notes(model_name)
     training = json.loads(notes.get("training", "{}"))
-    if not training:
-        raise InputError(f"{model_name!r} has no record of a training; expected a model.safetensors of holdfast train")
-    model, data = load_model(model_name), load(training["config"]["data"]["name"], None, place.data_dir)
+    if not training.get("test"):
+        raise InputError(
+            f"{model_name!r} has no record of a training with its test split; expected a model.safetensors of holdfast "
+            "train on a data set by name"
+        )
+    model, data = load_transformer(model_name), load(training["config"]["data"]["name"], None, place.data_dir)
     most = min(max(parameters.inputs, parameters.lofast_inputs), len(data))
     # Converted, and compared with the model, once for all images.
     converted = to_network(model, data.inputs[:_COMPARED])
@@ -229,7 +231,7 @@ def draw_accuracies(results: Sequence[ImageModel]) -> Figure:
 
 def _notes(model: str) -> dict[str, str]:
     file = shelf_file(model) or model
-    stored_config(file)  # refuses other files
+    described(file)  # refuses other files
     return read_metadata(file)
 
 

@@ -26,7 +26,7 @@ from holdfast.errors import HoldfastError
 from holdfast.layers.attention.piece import Attention
 from holdfast.layers.piece import Piece
 from holdfast.models import Transformer
-from holdfast.models import load as load_model
+from holdfast.models.files import load_transformer
 from holdfast.report.style import PALETTE, draw_range, new_figure
 from holdfast.results import Guarantee
 from holdfast.studies.processes import Tell
@@ -78,7 +78,7 @@ def layer_and_input(
 def _first_layer(config: str, epochs: int, place: Workplace) -> tuple[AttentionLayer, Transformer]:
     """The first attention of the trained network, and the network."""
     folder = trained_network(config, epochs, place, lambda share: None)
-    model = load_model(folder / "model.safetensors")
+    model = load_transformer(folder / "model.safetensors")
     for stage in model.to_network().stages:
         if isinstance(stage, Attention):
             return stage.layer, model

@@ -181,6 +181,14 @@ class StudyRun:
             raise HoldfastError(f"{path} is damaged ({error}); move it away or give another --out") from None
 
 
+def read_numbers(study: Study[Any], path: Path) -> tuple[dict[str, Any], Records]:
+    """The JSON file of numbers of a study, and its records."""
+    content = _load(path, path.read_bytes())
+    if content.get("schema") != SCHEMA or content.get("study") != study.name:
+        raise InputError(f"{path} is no result of {study.name}; expected its JSON file of numbers")
+    return content, _typed(study, content["records"])
+
+
 def measure_part(work: tuple[StudyRun, StudyPart], tell: Tell) -> None:
     """Does one part, in whichever process."""
     run, part = work

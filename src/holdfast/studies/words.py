@@ -28,7 +28,7 @@ from holdfast.data.sst2 import PADDING
 from holdfast.errors import InputError
 from holdfast.layers.tokens.embedding import Place
 from holdfast.models import Transformer
-from holdfast.models import load as load_model
+from holdfast.models.files import load_transformer
 from holdfast.network.centre import Centre
 from holdfast.network.network import Network
 from holdfast.storage import write_text
@@ -170,7 +170,7 @@ def trained(config: TrainingConfig, place: Workplace, tell: Tell) -> Path:
 def describe(config: TrainingConfig, folder: Path, place: Workplace) -> WordModel:
     """What is known about a trained model."""
     training = training_record(folder)
-    model = load_model(folder / "model.safetensors")
+    model = load_transformer(folder / "model.safetensors")
     data = load(config.data.name, None, place.data_dir)
     ids = torch.tensor(sorted(set(data.inputs.flatten().tolist()) - {PADDING}))
     lengths = torch.linalg.vector_norm(_embeddings(model)[ids], dim=-1)
@@ -199,7 +199,7 @@ def certify(
     folder: Path, data: Dataset, parameters: WordsParameters, seed: int, number: int, tell: Tell
 ) -> SentenceRadii:
     """Certifies and attacks one of the sentences that a model gets right."""
-    model = load_model(folder / "model.safetensors")
+    model = load_transformer(folder / "model.safetensors")
     place = _chosen(model, data, parameters.sentences)[number]
     data = data.select([place])
     network, x = model.to_network(folder.name), model.encode(data.inputs)

@@ -19,7 +19,7 @@ from holdfast.data import SOURCES, Dataset, load
 from holdfast.errors import HoldfastError, InputError
 from holdfast.layers import manifold_parameters
 from holdfast.models import Transformer, save
-from holdfast.models import load as load_model
+from holdfast.models.files import load_transformer
 from holdfast.progress import watching
 from holdfast.storage import Pathlike, check_folder, make_folder, write_text
 from holdfast.train.augment import AUGMENTATIONS
@@ -328,7 +328,7 @@ def _first_model(config: TrainingConfig) -> Transformer:
     model, start = Transformer(config.model), config.train.start
     if start:
         try:
-            model.load_state_dict(load_model(start).state_dict())
+            model.load_state_dict(load_transformer(start).state_dict())
         except RuntimeError:
             raise InputError(f"start of [train] is {start!r}, a model of another shape than [model]") from None
     return model

@@ -100,7 +100,7 @@ def measure(
 
 
 @torch.no_grad()
-def measure_content(model: Transformer, data: Dataset, device: torch.device, batch: int = 500) -> ContentMeasurement:
+def measure_content(model: nn.Module, data: Dataset, device: torch.device, batch: int = 500) -> ContentMeasurement:
     """What the model makes of the content of its inputs."""
     inputs = data.inputs.to(device)
     with _evaluating(model):
