@@ -79,7 +79,8 @@ class BestComposition(NetworkMethod):
         losses = tuple(
             answers[which].losses[i] if answers[which].losses else {} for i, which in enumerate(winner.tolist())
         )
-        return Radii(radius, margin, winners, tuple(notes), losses, tuple(unfinished))
+        lead = torch.stack([one.lead for one in answers]).amax(0)
+        return Radii(radius, margin, winners, lead, tuple(notes), losses, tuple(unfinished))
 
 
 def _chosen(centre: Centre, threat: Threat) -> tuple[list[NetworkMethod], list[str], list[str]]:
