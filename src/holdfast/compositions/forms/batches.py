@@ -24,7 +24,7 @@ from holdfast.linalg.rounding import frobenius_upper, up
 _CHUNK = 2**18  # numbers of covectors that are treated together
 _ROOM = 2**23  # numbers of covectors at earlier places that are kept beside jets, about; others are made anew
 _NUMBERS = 6e8  # of covectors at earlier places, beyond which functions are derived from normalisations
-_MEMORY = 8 * GIB
+_MEMORY = 10 * GIB
 _VAST = 2**13  # rows of one place, of whose inner products several matrices would be needed
 _BUDGET = 2e10  # products for what a batch of covectors turns by
 
