@@ -17,7 +17,7 @@ from holdfast.compositions.forms import Margins, batches, jets, margins
 from holdfast.compositions.forms.softmax import Softmax
 from holdfast.compositions.forms.units import Wiring
 from holdfast.errors import MemoryLimitError
-from holdfast.layers import Attention, ClassToken, KinkedMlp, LayerNorm
+from holdfast.layers import Attention, ClassToken, KinkedMlp, LayerNorm, Mlp
 from holdfast.network import Head, Network, Residual
 from holdfast.testing.draw import Dice
 from test_network_forms_pieces import draw
@@ -71,6 +71,34 @@ def test_no_attack_goes_beyond_kinks_that_follow_from_normalisations(
     for scale in (0.01, 0.1):
         assert worst_excess(forms, x, scale, None, seed) < 1e-12
     assert len(forms._batches.derived) == 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_functions_also_follow_from_normalisations_outside_of_branches(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where sums are normalised, as in BERT."""
+    monkeypatch.setattr(jets.Jets, "affordable", lambda walk, region: False)
+    monkeypatch.setattr(batches, "_NUMBERS", 0)
+    network, x = draw("post-norm", seed)
+    forms = Margins(network, x[0])
+    for scale in (0.01, 0.1):
+        assert worst_excess(forms, x, scale, None, seed) < 1e-12
+    assert [type(forms.walk.places[i].piece) for i in forms._batches.derived] == [Mlp, Attention]
+
+
+def test_what_follows_from_a_sum_with_a_normalisation_has_covectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a branch the stream is more than what the normalisation in it gave out."""
+    monkeypatch.setattr(jets.Jets, "affordable", lambda walk, region: False)
+    monkeypatch.setattr(batches, "_NUMBERS", 0)
+    dice, d = Dice(3), 4
+    norm = LayerNorm(torch.exp(0.3 * dice.normal(d)), 0.3 * dice.normal(d), 1e-3)
+    mlp = KinkedMlp(dice.normal(d, 6) / 2, 0.3 * dice.normal(6), "relu", dice.normal(6, d) / 3, torch.zeros(d))
+    network = Network([Residual((norm,)), mlp, ClassToken(1)], Head(dice.normal(3, d), dice.normal(3)))
+    x = dice.normal(1, 3, d)
+    forms = Margins(network, x[0])
+    assert worst_excess(forms, x, 0.1, None, 3) < 1e-12
+    assert not forms._batches.derived
 
 
 @pytest.mark.parametrize("place", [Softmax, Wiring])

@@ -10,7 +10,8 @@ import torch
 from torch.nn.functional import gelu
 
 from holdfast import AttentionLayer, InputError
-from holdfast.compositions import certify_inputs
+from holdfast.compositions import certify_inputs, compositions
+from holdfast.compositions.base import Aim
 from holdfast.compositions.forms import Margins, least, margins, margins_over_parts, refusal
 from holdfast.compositions.forms.krylov import trust_region
 from holdfast.compositions.forms.least import Quadratic
@@ -19,7 +20,9 @@ from holdfast.compositions.forms.third import TokenOrders
 from holdfast.errors import TimeLimitError
 from holdfast.layers import Affine, Attention, KinkedMlp, Mlp, TokenMean
 from holdfast.linalg import Ball
+from holdfast.linalg.threat import Threat
 from holdfast.network import Head, Network, Residual
+from holdfast.network.centre import Centre
 from holdfast.testing.draw import Dice
 
 
@@ -168,3 +171,40 @@ def test_what_is_not_a_number_stays_so() -> None:
         orders.add(torch.ones(1, 2, 3).double(), torch.ones(3).double(), unsure)
     most = orders.most(torch.tensor([0]), torch.ones(1, 1, 2).double(), torch.ones(1, 1).double())
     assert not bool(torch.isfinite(most).any())
+
+
+def _led_by_nobody(seed: int, monkeypatch: pytest.MonkeyPatch) -> Centre:
+    """A network at an input where balls of the whole network know of no lead, as in many layers of real models."""
+    dice = Dice(seed)
+    mlp = Mlp(dice.normal(3, 5), dice.normal(5), "gelu", dice.normal(5, 4), torch.zeros(4))
+    centre = Centre(Network([mlp], Head(torch.eye(4), torch.zeros(4))), dice.normal(1, 1, 3))
+    monkeypatch.setattr(centre, "margin", centre.margin - 100)
+    return centre
+
+
+@pytest.mark.parametrize("aim", [Aim(), Aim(at=(1e-2, 1e-3)), Aim(Threat("linf"))])
+def test_forms_prove_a_lead_that_balls_of_the_whole_network_lose(aim: Aim, monkeypatch: pytest.MonkeyPatch) -> None:
+    centre = _led_by_nobody(0, monkeypatch)
+    whole, quick = compositions["forms"](centre, aim=aim), compositions["gains"](centre, aim=aim)
+    assert float(quick.radius) == 0
+    assert float(whole.radius) > 0
+    assert 0 < float(whole.lead) <= float(centre.margin) + 100 + 1e-12
+    assert float(compositions["best"](centre, aim=aim).lead) == float(whole.lead)
+
+
+def test_forms_prove_no_lead_of_another_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rounding leaves open may be decided in one way there and in another one here."""
+    centre = _led_by_nobody(0, monkeypatch)
+    monkeypatch.setattr(centre, "prediction", (centre.prediction + 1) % 4)
+    radii = compositions["forms"](centre)
+    assert float(radii.radius) == 0
+    assert not float(radii.lead) > 0
+    assert not bool((compositions["forms"].curve(centre)(torch.full((1,), 1e-3).double()) > 0).any())
+
+
+def test_classes_that_tie_have_no_lead() -> None:
+    mlp = Mlp(torch.eye(3), torch.zeros(3), "gelu", torch.eye(3), torch.zeros(3))
+    x = torch.tensor([[[1.0, 1.0, -1.0]]], dtype=torch.float64)
+    (record,) = certify_inputs(Network([mlp], Head(torch.eye(3), torch.zeros(3))), x, method="forms")
+    assert not record.decided
+    assert record.radius == 0

@@ -45,11 +45,13 @@ class Radii:
         notes: remarks of the composition: what did not apply.
         losses: for each input what was taken off its margin at that radius, by name; empty where it is unknown.
         unfinished: what was left out for lack of time.
+        lead: (b) lower bounds of the margin at the input itself, at least those of the centre.
     """
 
     radius: Float64[Tensor, " b"]
     margin: Float64[Tensor, " b"]
     methods: tuple[str, ...]
+    lead: Float64[Tensor, " b"]
     notes: tuple[str, ...] = ()
     losses: tuple[dict[str, float], ...] = ()
     unfinished: tuple[str, ...] = ()
@@ -212,12 +214,12 @@ class Composition(NetworkMethod):
         """The largest radii with a positive margin."""
         self._check(centre.network)
         aim.threat.check(centre.x)
-        lead = centre.margin
-        known = torch.zeros_like(lead) if beyond is None else beyond
-        if self.one_by_one and len(lead) > 1 and lead.device.type == "cpu" and centre.separable:
+        known = torch.zeros_like(centre.margin) if beyond is None else beyond
+        if self.one_by_one and len(known) > 1 and known.device.type == "cpu" and centre.separable:
             pairs = zip(centre.alone(), torch.split(known, 1), strict=True)
             return _joined([self(one, least, aim) for one, least in pairs])
-        reached = self._decide(centre, known, aim) if aim.at else self._search(centre, known, aim.threat)
+        lead = self.lead(centre)
+        reached = self._decide(centre, lead, known, aim) if aim.at else self._search(centre, lead, known, aim.threat)
         losses: tuple[dict[str, float], ...] = ({},) * len(lead)
         if bool((reached.radius > 0).any()):
             # What is proved stays, even if the time is over before its losses are known.
@@ -226,28 +228,32 @@ class Composition(NetworkMethod):
                 losses = self._losses(region.centre, torch.where(reached.radius > 0, region.eps, 0.0), region.half)
         margin = torch.where(reached.radius > 0, reached.margin, lead)
         cut = (f"the time was over before the search of {self.name} had ended",) if reached.cut else ()
-        return Radii(reached.radius, margin, (self.name,) * len(lead), losses=losses, unfinished=cut)
+        return Radii(reached.radius, margin, (self.name,) * len(lead), lead, losses=losses, unfinished=cut)
 
-    def _decide(self, centre: Centre, known: Tensor, aim: Aim) -> Reached:
+    def lead(self, centre: Centre) -> Float64[Tensor, " b"]:
+        """Lower bounds of the smallest margin at the inputs themselves; a method may know better than the centre."""
+        return centre.margin
+
+    def _decide(self, centre: Centre, lead: Tensor, known: Tensor, aim: Aim) -> Reached:
         guesses = centre.proved and not self.needs_no_guess
         guess = self.curve(centre.numerical, aim.threat) if guesses else None
-        return decided(self.curve(centre, aim.threat), guess, centre.margin, aim.at, known)
+        return decided(self.curve(centre, aim.threat), guess, lead, aim.at, known)
 
-    def _search(self, centre: Centre, known: Tensor, threat: Threat) -> Reached:
+    def _search(self, centre: Centre, lead: Tensor, known: Tensor, threat: Threat) -> Reached:
         """Around clipped boxes: first the radii of boxes that are not, which hold for what clipping leaves of them."""
-        if not bool((centre.margin > 0).any()):
-            return Reached(torch.zeros_like(centre.margin), centre.margin)
+        if not bool((lead > 0).any()):
+            return Reached(torch.zeros_like(lead), lead)
         first = self._first(centre, threat)
         least = torch.where(known > 0, known, _SMALLEST * first)
         if centre.proved and not self.needs_no_guess:
-            guess = self._search(centre.numerical, known, threat)
+            guess = self._search(centre.numerical, centre.numerical.margin, known, threat)
             most = guess.radius
             begin, stride, plain = most * (1 - self.precision / 2), 1 - 4 * self.precision, threat
         else:
             most = (_LARGEST * first).clamp(max=threat.most)
             begin, stride, plain = torch.where(known > 0, known, first), STRIDE, replace(threat, clip=None)
-        begin = torch.where(centre.margin > 0, begin, 0.0).clamp(max=threat.most)
-        reached = Reached(torch.zeros_like(first), centre.margin)
+        begin = torch.where(lead > 0, begin, 0.0).clamp(max=threat.most)
+        reached = Reached(torch.zeros_like(first), lead)
         if bool((begin > 0).any()):
             reached = self._largest(centre, plain, begin, least, most, stride)
         if plain != threat and not reached.cut and threat.cuts(centre.x, 2 * reached.radius):
@@ -258,7 +264,7 @@ class Composition(NetworkMethod):
         self, centre: Centre, threat: Threat, begin: Tensor, least: Tensor, most: Tensor, stride: float
     ) -> Reached:
         """The largest radii with a positive margin; a method may know a shorter way to them."""
-        return largest(self.curve(centre, threat), centre.margin, begin, least, most, stride, self.precision)
+        return largest(self.curve(centre, threat), self.lead(centre), begin, least, most, stride, self.precision)
 
     def _first(self, centre: Centre, threat: Threat) -> Tensor:
         """Where a search begins."""
@@ -283,6 +289,7 @@ def _joined(parts: Sequence[Radii]) -> Radii:
         torch.cat([part.radius for part in parts]),
         torch.cat([part.margin for part in parts]),
         tuple(name for part in parts for name in part.methods),
+        torch.cat([part.lead for part in parts]),
         tuple(dict.fromkeys(note for part in parts for note in part.notes)),
         tuple(lost for part in parts for lost in part.losses),
         tuple(dict.fromkeys(note for part in parts for note in part.unfinished)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import final
 
 import torch
@@ -16,7 +17,7 @@ from holdfast.linalg.threat import Threat
 from holdfast.network.centre import Centre
 from holdfast.network.network import Network
 
-_QUICK_SHARE = 1 / 3  # of the time there is: for the quick composition where others are to follow
+_QUICK_SHARE = 1 / 10  # of the time there is: for the quick composition where others are to follow
 _MANY = 1024  # numbers beyond which Jacobians on all tokens take minutes
 
 
@@ -32,8 +33,8 @@ class BestComposition(NetworkMethod):
 
     Two things are left out unless there is a deadline, and `unfinished` names them: if attention acts on so many
     numbers that the others take minutes, all but the quick one; and a composition that takes long, if the one that it
-    names (`instead`) has proved a radius. With a deadline they are tried until then, and the best so far counts;
-    the quick one has a third of the time.
+    names (`instead`) has proved a radius. With a deadline they are tried until then, and the best so far counts.
+    The quick one has a tenth of the time, and where that was not enough and the others prove nothing, what is left.
     """
 
     name = "best"
@@ -47,13 +48,17 @@ class BestComposition(NetworkMethod):
     def __call__(self, centre: Centre, beyond: Float64[Tensor, " b"] | None = None, aim: Aim = LARGEST_BALL) -> Radii:
         answers: list[Radii] = []
         methods, notes, unfinished = _chosen(centre, aim.threat)
-        for place, method in enumerate(methods):
+        left, cut = deque(methods), list[NetworkMethod]()
+        while left:
+            method = left.popleft()
             if method.through(aim.threat) is not None and beyond is not None and _hopeless(centre, beyond, aim.threat):
                 continue
             if answers and beyond is not None and aim.at and bool((beyond >= max(aim.at)).all()):
                 break  # no more is needed
+            if method in cut and (centre.overdue or _all_proved(centre, beyond)):
+                break
             if centre.overdue and answers:
-                names = ", ".join(left.name for left in methods[place:])
+                names = ", ".join(one.name for one in (method, *left) if one not in cut)
                 unfinished.append(f"the time was over before {names} could be tried")
                 break
             done = {one.methods[0] for one in answers if bool((one.radius > 0).all())}
@@ -64,12 +69,15 @@ class BestComposition(NetworkMethod):
                         "tried; call it by its name, or let seconds_per_input (--seconds-per-input) say for how long"
                     )
                     continue
-                with centre.within(_QUICK_SHARE if method.quick and place < len(methods) - 1 else 1.0):
+                with centre.within(_QUICK_SHARE if method.quick and left else 1.0):
                     answers.append(method(centre, beyond, aim))
             except (MemoryLimitError, NotApplicableError) as reason:
                 notes.append(str(reason))
             else:
                 unfinished += answers[-1].unfinished
+                if method.quick and left and answers[-1].unfinished:
+                    cut.append(method)
+                    left.append(method)  # for the time that the others leave
                 beyond = answers[-1].radius if beyond is None else torch.maximum(beyond, answers[-1].radius)
         if not answers:
             raise NotApplicableError("no composition applies: " + "; ".join(notes))
@@ -79,7 +87,8 @@ class BestComposition(NetworkMethod):
         losses = tuple(
             answers[which].losses[i] if answers[which].losses else {} for i, which in enumerate(winner.tolist())
         )
-        return Radii(radius, margin, winners, tuple(notes), losses, tuple(unfinished))
+        lead = torch.stack([one.lead for one in answers]).amax(0)
+        return Radii(radius, margin, winners, lead, tuple(notes), losses, tuple(dict.fromkeys(unfinished)))
 
 
 def _chosen(centre: Centre, threat: Threat) -> tuple[list[NetworkMethod], list[str], list[str]]:
@@ -109,6 +118,11 @@ def _chosen(centre: Centre, threat: Threat) -> tuple[list[NetworkMethod], list[s
         boxed = [m for m in methods if "box" in m.shapes and m.refusal(centre.network) is None]
         methods = boxed + [method for method in methods if method not in boxed]
     return methods, notes, unfinished
+
+
+def _all_proved(centre: Centre, known: Float64[Tensor, " b"] | None) -> bool:
+    """Whether every input that has a lead has a radius."""
+    return known is not None and bool(((known > 0) | ~(centre.margin > 0)).all())
 
 
 def _hopeless(centre: Centre, known: Float64[Tensor, " b"], threat: Threat) -> bool:

@@ -91,7 +91,7 @@ def certify_inputs(
     radii = chosen(centre, None, Aim(threat, tuple(at)))
     per_input = (time.perf_counter() - began) / max(1, len(x))
     losses = radii.losses or ({},) * len(x)
-    columns = (centre.prediction.tolist(), centre.margin.tolist(), radii.radius.tolist(), radii.methods, losses)
+    columns = (centre.prediction.tolist(), radii.lead.tolist(), radii.radius.tolist(), radii.methods, losses)
     records = [
         Certified(
             prediction,
@@ -132,4 +132,4 @@ def proves(
     if centre.separable:
         centre, place = Centre(network, x[place : place + 1], guarantee=guarantee, dense=chosen.dense), 0
     eps = torch.full_like(centre.margin, radius)
-    return bool((chosen.curve(centre, threat)(eps) > 0)[place] & (centre.margin > 0)[place])
+    return bool((chosen.curve(centre, threat)(eps) > 0)[place] & (chosen.lead(centre) > 0)[place])

@@ -24,7 +24,7 @@ from holdfast.linalg.rounding import frobenius_upper, up
 _CHUNK = 2**18  # numbers of covectors that are treated together
 _ROOM = 2**23  # numbers of covectors at earlier places that are kept beside jets, about; others are made anew
 _NUMBERS = 6e8  # of covectors at earlier places, beyond which functions are derived from normalisations
-_MEMORY = 8 * GIB
+_MEMORY = 10 * GIB
 _VAST = 2**13  # rows of one place, of whose inner products several matrices would be needed
 _BUDGET = 2e10  # products for what a batch of covectors turns by
 
@@ -82,6 +82,7 @@ class Batches:
                     self._derive(i)
                 else:
                     self._prepare(i)
+                    give_back_memory()
         self._margins, self.ends = margins.without_places(), self._part(margins.at, len(margins), 1.0)
         self._prepare_outputs()
 
@@ -154,9 +155,10 @@ class Batches:
             )
 
     def _follows(self, i: int) -> bool:
-        """Whether a place takes the output of a normalisation, and of nothing else."""
-        members = next(stage[0] for stage in self._walk.stages if i in stage[0])
-        return i - 1 in members and isinstance(self._walk.places[i - 1].local, Normalised)
+        """Whether a place, no normalisation itself, takes the output of one, and of nothing else."""
+        places = self._walk.places
+        behind = i > 0 and isinstance(places[i - 1].local, Normalised) and self._walk.on_every_way(i - 1, i)
+        return behind and not isinstance(places[i].local, Normalised)
 
     def _derive(self, i: int) -> None:
         """The functions of a place, from those of the normalisation before it."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from holdfast.compositions.base import Aim, Composition, Curve, register_composition
 from holdfast.compositions.forms import Lower, Margins, refusal
 from holdfast.compositions.search import Reached, decided
-from holdfast.errors import TimeLimitError
+from holdfast.errors import MemoryLimitError, TimeLimitError
 from holdfast.linalg.threat import Threat
 from holdfast.network.centre import Centre
 from holdfast.network.network import Network
@@ -47,11 +47,22 @@ class Forms(Composition):
         walk, p = (one := Margins(centre.network, centre.x[0])).walk, one.region.p
         return p**3 * sum(walk.local(i).scalars for i in walk.curved) > _LONG
 
+    def lead(self, centre: Centre) -> Float64[Tensor, " b"]:
+        """By forms, too: they count rounding piece by piece where balls of the whole network have forgotten too much."""
+        if bool((centre.margin > 0).all()):
+            return centre.margin
+        try:
+            with torch.no_grad(), centre.a.timed():
+                own = _least(centre, _margins(centre, None), Margins.decide)(torch.zeros_like(centre.margin))
+        except (TimeLimitError, MemoryLimitError):
+            return centre.margin
+        return torch.maximum(centre.margin, own)
+
     def _curve(self, centre: Centre) -> Curve:
-        return _least(_margins(centre, None))
+        return _least(centre, _margins(centre, None))
 
     def _box_curve(self, centre: Centre, half: Float64[Tensor, "b n d"]) -> Curve:
-        return _least(_margins(centre, half))
+        return _least(centre, _margins(centre, half))
 
     def _largest(
         self, centre: Centre, threat: Threat, begin: Tensor, least: Tensor, most: Tensor, stride: float
@@ -64,22 +75,29 @@ class Forms(Composition):
         except TimeLimitError:
             return Reached(torch.zeros_like(begin), centre.margin, cut=True)
         margin = [one.decide(r).least if r > 0 else 0.0 for one, r in zip(forms, radii, strict=True)]  # known by now
-        radius = begin.new_tensor(radii).minimum(most)
+        radius = torch.where(begin > 0, begin.new_tensor(radii).minimum(most), 0.0)
         return Reached(radius, begin.new_tensor(margin), cut=centre.a.overdue())
 
-    def _decide(self, centre: Centre, known: Tensor, aim: Aim) -> Reached:
+    def _decide(self, centre: Centre, lead: Tensor, known: Tensor, aim: Aim) -> Reached:
         """At given radii no more is bounded than their answers need."""
-        curve = self._followed(centre, aim.threat, lambda *region: _least(_margins(*region), Margins.decide))
-        return decided(curve, None, centre.margin, aim.at, known)
+
+        def over(around: Centre, half: Tensor | None) -> Curve:
+            return _least(around, _margins(around, half), Margins.decide)
+
+        return decided(self._followed(centre, aim.threat, over), None, lead, aim.at, known)
 
     def _losses(self, centre: Centre, eps: Tensor, half: Tensor | None) -> tuple[dict[str, float], ...]:
         pairs = zip(_margins(centre, half), eps.tolist(), strict=True)
         return tuple(one.decide(scale).losses if scale > 0 else {} for one, scale in pairs)
 
 
-def _least(forms: list[Margins], lower: Callable[[Margins, float], Lower] = Margins.at) -> Curve:
+def _least(centre: Centre, forms: list[Margins], lower: Callable[[Margins, float], Lower] = Margins.at) -> Curve:
+    """Of the class that the centre predicts: where rounding leaves no lead, forms may have taken another one."""
+    same = centre.prediction == torch.tensor([one.prediction for one in forms], device=centre.prediction.device)
+
     def margins(eps: Tensor) -> Tensor:
-        return eps.new_tensor([lower(one, scale).least for one, scale in zip(forms, eps.tolist(), strict=True)])
+        least = eps.new_tensor([lower(one, scale).least for one, scale in zip(forms, eps.tolist(), strict=True)])
+        return least.masked_fill(~same, -torch.inf)
 
     return margins
 

@@ -205,6 +205,8 @@ class Margins:
         size = Size.of(self.region, scale, careful)
         moved, radius = self._moved(size), size.radius
         tiny = up(self._margins.tiny(scale, moved[:-1]) + self.walk.row_error * moved[-1], 1e-12)
+        if not bool(torch.isfinite(moved).all()):  # nothing is known of what comes after some place
+            return _Settled(radius, tiny, torch.full_like(tiny, math.inf), {})
         if self._batches.expanded:
             orders = self._batches.at_end(radius, tiny)
             return _Settled(radius, tiny, tiny + self._batches.unsure(radius) + sum(orders), {}, orders)
@@ -220,6 +222,7 @@ class Margins:
     def _moved(self, size: Size) -> Tensor:
         """Bounds of ‖δ‖ at all places, and at the features."""
         moved = torch.zeros(len(self.walk.places) + 1, dtype=torch.float64)
+        self.beyond.clear()
         u = self.region.reach * size.scale + self.walk.start_defect
         for members, skip, join in self.walk.stages:
             v = u
@@ -232,6 +235,8 @@ class Margins:
                     else self._settle_one(i, size, moved)
                 )
                 v = up(v + place.defect, 1e-12)
+                if not math.isfinite(v):
+                    return torch.full_like(moved, math.nan)
             u = up(u + v + join, 1e-12) if skip else v
         moved[-1] = u
         return moved
@@ -292,10 +297,10 @@ class Margins:
             value = float(self.walk.margins[s])
             problem = Problem.of(value, self._margins.X[s], _TRIFLE * max(value, 0.0) / max(1, len(self.walk.curved)))
             problem.lose("rounding", float(settled.tiny[s]))
-            if settled.orders is None:
-                self._take(problem, s, settled.radius)
-            else:
+            if settled.orders is not None:
                 self._expand(problem, s, settled)
+            elif math.isfinite(settled.tiny[s]):  # otherwise not all places know of the scale
+                self._take(problem, s, settled.radius)
             settled.minorants[s] = Minorant(problem, self.region)
         return settled.minorants[s]
 
