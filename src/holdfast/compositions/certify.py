@@ -38,7 +38,8 @@ class Certified:
         guarantee: "proved", or "numerical" where norms are iterated.
         seconds: wall time, shared equally among the inputs of a batch.
         notes: what did not apply.
-        losses: what was taken off the margin at that radius, by name; empty where the composition cannot tell.
+        losses: what was taken off the margin at that radius, by name; empty where nothing is proved, or the time was
+            over before it was known.
         unfinished: what was left out for lack of time.
     """
 

@@ -16,7 +16,7 @@ from holdfast.errors import InputError
 from holdfast.report.changes import changes
 from holdfast.report.html import script_data, template
 from holdfast.report.numbers import down, up
-from holdfast.results import CertificationRun, Target
+from holdfast.results import LOSSES, CertificationRun, Target
 
 _PICTURES = ("digits", "digits-32", "cifar10", "svhn")  # numbers from 0 to 1, for 255 grey levels
 _COLOURS = ("#0072b2", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9")
@@ -119,8 +119,9 @@ def render(runs: Sequence[CertificationRun], targets: Sequence[Target] = ()) -> 
     _check(runs)
     data = script_data(_payload(runs))
     shown = next((run for run in runs if run.inputs and run.attacked_too), runs[0])
+    places = {name: place for place, name in enumerate(LOSSES)}
     return template("certificate").render(
-        runs=runs, run=runs[0], targets=targets, data=data, shown=shown, changes=changes(shown)
+        runs=runs, run=runs[0], targets=targets, data=data, shown=shown, changes=changes(shown), loss_places=places
     )
 
 

@@ -33,7 +33,8 @@ class RadiusRecord(Shown):
         perturbation: (n, d) float32: that perturbation.
         norm: of perturbations: "l2", or "linf" in the units of the input.
         through: "ball" where l-infinity boxes were requested and the radius was shown over the balls around them.
-        losses: what was taken off the margin at the radius, by name; empty where the composition cannot tell.
+        losses: what was taken off the margin at the radius, by name; empty where nothing is shown, or the time was over
+            before it was known.
         unfinished: what was left out for lack of time, in words.
         side: of the radius: a proved one is a lower bound of the true one.
     """

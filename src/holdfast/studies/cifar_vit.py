@@ -27,9 +27,10 @@ from holdfast.errors import InputError
 from holdfast.graph import Readings, to_network
 from holdfast.models.vit import VisionTransformer
 from holdfast.report.style import BLUE, GREEN, VERMILION, new_figure
+from holdfast.results import mean_shares
 from holdfast.studies.attacked import check_attacked
 from holdfast.studies.cifar_training import CifarNetwork, CifarTraining, load_network
-from holdfast.studies.losses import finite, lost_most, mean_shares
+from holdfast.studies.losses import finite, lost_most
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 

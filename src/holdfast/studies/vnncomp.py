@@ -25,8 +25,9 @@ from holdfast.data.dataset import find_file
 from holdfast.errors import InputError, SoundnessError
 from holdfast.graph.onnx import OnnxModel
 from holdfast.report.style import PALETTE, new_figure
+from holdfast.results import mean_shares
 from holdfast.studies.crown import crown_proves_box, require_auto_lirpa
-from holdfast.studies.losses import finite, lost_most, mean_shares
+from holdfast.studies.losses import finite, lost_most
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 from holdfast.vnnlib import Box, OutputCase, Specification, Verdict, decide

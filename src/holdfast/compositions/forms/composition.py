@@ -72,7 +72,7 @@ class Forms(Composition):
         curve = self._followed(centre, aim.threat, lambda *region: _least(_margins(*region), Margins.decide))
         return decided(curve, None, centre.margin, aim.at, known)
 
-    def _losses(self, centre: Centre, eps: Tensor, half: Tensor | None) -> tuple[dict[str, float], ...]:
+    def _losses(self, centre: Centre, eps: Tensor, half: Tensor | None, left: Tensor) -> tuple[dict[str, float], ...]:
         pairs = zip(_margins(centre, half), eps.tolist(), strict=True)
         return tuple(one.decide(scale).losses if scale > 0 else {} for one, scale in pairs)
 
