@@ -40,7 +40,7 @@ class Radii:
 
     Attributes:
         radius: (b) no perturbation of this length or less changes the prediction; 0 where nothing is proved.
-        margin: (b) the lower bound of the margin at that radius.
+        margin: (b) a lower bound of the margin up to that radius; where that is 0, at the input itself.
         methods: the method behind each radius.
         notes: remarks of the composition: what did not apply.
         losses: for each input what was taken off its margin at that radius, by name; empty where nothing is proved,

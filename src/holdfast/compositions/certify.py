@@ -31,7 +31,7 @@ class Certified:
     Attributes:
         prediction: the class of the largest logit, in float64.
         decided: whether that class is proved to win at the input itself.
-        margin: a lower bound of its logit's lead at the input.
+        margin: a lower bound of its logit's lead at the input itself, whatever the radius.
         radius: no perturbation of this length or less changes the prediction; 0 where nothing is proved.
         method: the composition that proved it.
         through: "ball" where boxes were requested and the composition proved it over the balls around them.

@@ -98,6 +98,7 @@ class CompositionConformance(ABC):
         for i, record in enumerate(records):
             assert (record.prediction, record.decided, record.guarantee) == (int(y[i]), True, "numerical")
             assert (record.radius, record.method) == (float(radii.radius[i]), radii.methods[i])
+            assert record.margin == float(_centre(case, "numerical").margin[i])
 
     # -- size
 
