@@ -114,7 +114,7 @@ def main() -> NoReturn:
     except HoldfastError as error:
         _fail(str(error))
     except _USAGE_ERROR as error:
-        _fail(error.format_message())
+        _fail(error.format_message().replace(": Value error, ", ": "))  # as newer releases of typer begin
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted before anything was finished", status=130)
     except MemoryError:

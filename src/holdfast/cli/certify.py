@@ -312,11 +312,11 @@ def read_radii(text: str) -> list[float]:
     return list(_read_numbers("--radii", text))
 
 
-def _read_numbers(option: str, text: str) -> tuple[float, ...]:
+def _read_numbers(option: str, text: str, example: str = "0.1,36/255") -> tuple[float, ...]:
     try:
         return tuple(float(Fraction(part.strip())) for part in text.split(","))
     except (ValueError, ZeroDivisionError, OverflowError):
-        raise InputError(f"{option} is {text!r}; expected numbers or fractions, such as 0.1,36/255") from None
+        raise InputError(f"{option} is {text!r}; expected numbers or fractions, such as {example}") from None
 
 
 def _read_target(text: str) -> Target:
@@ -329,7 +329,7 @@ def _read_target(text: str) -> Target:
 
 
 def _read_clip(text: str) -> tuple[float, float]:
-    ends = _read_numbers("--clip", text)
+    ends = _read_numbers("--clip", text, "0,1")
     if len(ends) != 2:
         raise InputError(f"--clip is {text!r}; expected two numbers, such as 0,1")
     return ends[0], ends[1]
