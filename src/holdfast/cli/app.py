@@ -37,7 +37,7 @@ COMMANDS = {
         "Certify the bundled digits model: proved radii beside LoFAST's and an attack, as a table, a figure and a page."
     ),
     "campaign": (
-        "Attack every bound, and its ingredients, on random layers and pieces: status 1 if one is below the truth."
+        "Attack every bound, and its ingredients, on random layers, pieces and networks: status 1 if one is too small."
     ),
     "doctor": "Show versions, devices, threads, and which extras are installed.",
     "repro": "Reproduce the tables and figures of the papers and of the documentation.",
