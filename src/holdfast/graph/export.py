@@ -45,8 +45,8 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
         raise
     except Exception as error:  # whatever the model's own code raises
         shapes = [str(tuple(t.shape)) for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-        given = f"; it was given {', '.join(shapes)}" if shapes and not isinstance(error, HoldfastError) else ""
-        raise ConversionError(f"{type(model).__name__} cannot be read: {reason(error)}{given}") from error
+        where = f"; it was given {', '.join(shapes)}" if shapes and not isinstance(error, HoldfastError) else ""
+        raise ConversionError(f"{type(model).__name__} cannot be read: {reason(error)}{where}") from error
     signature = exported.graph_signature
     changed = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
     written = [name.removeprefix("model.") for name in changed.values()]
