@@ -286,7 +286,10 @@ def test_a_slope_bounds_nothing_over_a_ball_at_x(method: str) -> None:
         ({"radius": 1.0}, "neither x nor a radius with tokens"),
         ({"x": X, "radius": 1.0}, "both x and a radius"),
         ({"x": X, "tokens": 4}, "both x and a radius"),
-        ({"x": X, "method": "castin-ball"}, "'castin-ball' holds on a ball around 0; pass radius= and tokens="),
+        (
+            {"x": X, "method": "castin-ball"},
+            "'castin-ball' holds on a ball around 0; in the place of x pass radius",
+        ),
         ({"radius": 1.0, "tokens": 4, "method": "yudin"}, "'yudin' holds at a point; pass x"),
         ({"radius": -1.0, "tokens": 4}, "radius is -1.0; expected a finite number"),
         ({"radius": 10**400, "tokens": 4}, "radius is a whole number beyond float64; expected a finite number"),

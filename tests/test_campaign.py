@@ -255,8 +255,8 @@ def test_curvature_where_heads_disagree() -> None:
 
 def test_command_writes_what_it_found(tmp_path: Any) -> None:
     file = tmp_path / "campaign.json"
-    arguments = ["campaign", "--no-demo", "--layers", "1", "--pieces", "2", "--seed", "2", "--json", "--out", str(file)]
-    result = CliRunner().invoke(app, arguments)
+    arguments = "campaign --no-demo --layers 1 --pieces 2 --networks 0 --seed 2 --json --out"
+    result = CliRunner().invoke(app, [*arguments.split(), str(file)])
     assert result.exit_code == 0
     report = json.loads(result.stdout)
     assert report == json.loads(file.read_text())
@@ -267,9 +267,10 @@ def test_command_writes_what_it_found(tmp_path: Any) -> None:
 @pytest.mark.usefixtures("few_bounds")
 def test_command_leaves_with_status_1_on_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bounds._items, "one-percent-less", OnePercentLess())
-    result = CliRunner().invoke(app, ["campaign", "--no-demo", "--layers", "1", "--pieces", "0", "--seed", "1"])
+    line = "campaign --no-demo --layers 1 --pieces 0 --networks 0 --seed 1"
+    result = CliRunner().invoke(app, line.split())
     assert result.exit_code == 1
-    assert "--layers 1 --pieces 0 --seed 1" in " ".join(result.stdout.split())
+    assert line.removeprefix("campaign ") in " ".join(result.stdout.split())
     assert "one-percent-less" in result.stdout
 
 

@@ -74,9 +74,13 @@ def test_boxes_radii_and_seconds(call: Call, tmp_path: Path) -> None:
     assert (found["settings"]["clip"], found["settings"]["seconds"]) == ("-4.0,4.0", "60.0")
     assert "l-infinity, clipped to -4, 4" in (tmp_path / "page.html").read_text(encoding="utf-8")
     assert call("verify run.jsonl --all")[0] == 0
+    found = json.loads(call("certify linear --data data.safetensors --norm linf --limit 1 --json")[1])
+    assert found["radii"] == [1 / 255, 2 / 255, 8 / 255]
     status, _, err = call("certify linear --data data.safetensors --norm linf --clip 1")
     assert (status, err.count("\n")) == (2, 1)
     assert "--clip is '1'; expected two numbers, such as 0,1" in err
+    assert "--clip is '0-1'; expected numbers or fractions, such as 0,1" in call(f"{CERTIFY} --clip 0-1 --norm linf")[2]
+    assert call(f"{CERTIFY} --norm l1")[2] == "holdfast: Invalid value for '--norm': 'l1' is not one of 'l2', 'linf'.\n"
 
 
 def test_shards_are_joined_and_checked(call: Call, tmp_path: Path) -> None:

@@ -242,8 +242,8 @@ def test_losses_are_kept_and_shown(tmp_path: Path) -> None:
     assert run.losses()["first order"] == pytest.approx(1, abs=0.02)
     page = _page(path, tmp_path)
     assert "What the margin was lost to" in page
-    assert "first order 99." in page or "first order 100." in page
-    assert "What the margin was lost to" not in _page(tmp_path / "none.jsonl", tmp_path, method="gains")
+    assert "first order 100.0 %" in page
+    assert "beyond first order" in _page(tmp_path / "gains.jsonl", tmp_path, method="gains")
 
 
 def _page(path: Path, folder: Path, **options: Any) -> str:

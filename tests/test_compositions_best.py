@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ from forms_cases import worst_excess
 from holdfast import AttentionLayer
 from holdfast.attacks.minimal import MinimalAttack
 from holdfast.compositions import certify_inputs, compositions
+from holdfast.compositions.best import _chosen
 from holdfast.compositions.forms import Margins, composition, margins
+from holdfast.errors import TimeLimitError
 from holdfast.layers import Attention, ClassToken, LayerNorm, Mlp, Scale, TokenMean
 from holdfast.linalg.threat import Threat
 from holdfast.network import Head, Network, Residual
+from holdfast.network.centre import Centre
 from holdfast.testing.draw import Dice
 
 D = 4
@@ -90,6 +94,17 @@ def test_a_box_is_worth_the_ball_around_it(monkeypatch: pytest.MonkeyPatch) -> N
     (record,) = certify_inputs(network, x, method="best", threat=linf)
     assert record.radius > 0.998 * least
     assert (record.method, record.through) == ("telescoped", "ball")
+
+
+def test_a_short_limit_leaves_boxes_what_the_quick_one_proves(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, x = draw(3)
+    quick = certify_inputs(network, x, method="gains", threat=Threat("linf"))[0]
+    monkeypatch.setattr(composition, "_margins", lambda *_: (_ for _ in ()).throw(TimeLimitError("too late")))
+    found = certify_inputs(network, x, threat=Threat("linf"), seconds=1000)[0]
+    assert found.radius >= quick.radius > 0
+    names = [method.name for method in _chosen(Centre(network, x, deadline=time.monotonic() + 9), Threat("linf"))[0]]
+    assert names[:2] == ["gains", "forms"]
+    assert [method.name for method in _chosen(Centre(network, x), Threat("linf"))[0]][:1] == ["forms"]
 
 
 @pytest.mark.parametrize("size", [1e-5, 1e-9, 1e-11])

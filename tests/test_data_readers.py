@@ -94,7 +94,7 @@ def test_cifar10_red_plane_comes_first_and_rows_run_across(binary, rows):
 
 @pytest.mark.parametrize("layout", ["binary", "python"])
 def test_files_that_are_not_the_published_ones_are_refused(layout, request):
-    with pytest.raises(InputError, match=r"not those published.*verify=False"):
+    with pytest.raises(InputError, match=r"not those published.*in Python, load it with verify=False"):
         data.load("cifar10", "test", request.getfixturevalue(layout))
 
 

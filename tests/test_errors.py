@@ -28,11 +28,12 @@ from holdfast import (
     register_bound,
 )
 from holdfast.attacks import Attack, Objective, objectives
+from holdfast.attention import HeadNorm
 from holdfast.bounds import bounds
 from holdfast.bounds.base import Evaluation
 from holdfast.certification.journal import opened
 from holdfast.cli import main
-from holdfast.errors import ConversionError
+from holdfast.errors import ConversionError, NotFiniteError
 from holdfast.linalg import Array, FunctionJacobian
 from holdfast.linalg.arithmetic import Arithmetic
 from holdfast.registry import Registry
@@ -285,11 +286,16 @@ def test_best_leaves_out_what_needs_too_much() -> None:
 
 
 def test_overflow() -> None:
-    match = r"bound 'naive' overflowed float64 at eps=1e\+200; use a smaller eps"
+    match = r"bound 'naive' has no finite value at eps=1e\+200: it overflowed float64; use a smaller eps"
     complains(HoldfastError, match, lambda: holdfast.bound(LAYER, X, (0.1, 1e200), "naive"))
     huge = changed(LAYER, w_v=LAYER.w_v * 1e200, w_o=LAYER.w_o * 1e200)
     match = r"a proved norm is not finite: the map overflows float64; scale the weights or the input"
     complains(HoldfastError, match, lambda: holdfast.local_lipschitz(huge, X, side="upper"))
+    broken = changed(LAYER, q_norm=HeadNorm(torch.ones(LAYER.k, dtype=torch.float64), eps=0.0))
+    match = r"'plus' has no finite value at eps=100: a norm of queries or keys has eps 0, .*; use a smaller eps"
+    complains(NotFiniteError, match, lambda: holdfast.bound(broken, X, 100.0, "plus"))
+    complains(NotFiniteError, match, lambda: holdfast.bound(broken, X, 100.0, "plus", guarantee="numerical"))
+    assert bool(torch.isfinite(holdfast.bound(broken, X, 100.0).value).all())  # the saturated value stays
     one_overflows = changed(LAYER, w_o=LAYER.w_o * 1e160)
     assert bool(torch.isfinite(holdfast.bound(one_overflows, X, 0.1).value).all())  # others do not
 
@@ -323,7 +329,8 @@ def test_a_bound_below_what_is_attained_is_withheld() -> None:
 
 def test_a_bound_that_is_not_finite_is_withheld() -> None:
     for value in (NAN, INF):
-        complains(HoldfastError, r"bound 'fake' overflowed float64", lambda v=value: fake_bound(v)()(LAYER, X, 0.1))
+        match = r"bound 'fake' has no finite value at eps=0.1: it overflowed float64"
+        complains(HoldfastError, match, lambda v=value: fake_bound(v)()(LAYER, X, 0.1))
 
 
 def test_a_bound_that_does_not_apply() -> None:

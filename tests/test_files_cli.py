@@ -112,6 +112,9 @@ def test_specifications_are_decided(call: Call, tmp_path: Path) -> None:
     assert torch.equal(OnnxModel("m.onnx").executed(x.unsqueeze(0))[0].double(), y)
     status, out, _ = call("certify m.onnx --vnnlib wide.vnnlib --json")
     assert json.loads(out)["verdict"] == "sat"
+    found = json.loads(call("certify m.onnx --vnnlib p.vnnlib --json")[1])
+    assert (found["verdict"], found["parts"]) == ("unsat", 1)
+    assert "first order" in found["losses"]
 
 
 @pytest.mark.parametrize(

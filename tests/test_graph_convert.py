@@ -483,3 +483,10 @@ def test_perturbations_that_do_not_fit(bert: nn.Module, images: nn.Module) -> No
     alone = to_network(bert, words(), perturb=("word", 1))
     with pytest.raises(InputError, match="these are other inputs; convert them too"):
         alone.encode(words() | {"input_ids": IDS + 1})
+
+
+def test_a_model_that_takes_other_inputs_says_so_in_its_own_words() -> None:
+    with pytest.raises(ConversionError, match=r"DigitsViT cannot be read: images have shape .*: pass a batch$"):
+        to_network(load_digits_vit(), torch.rand(1, 3, 32, 32))
+    with pytest.raises(ConversionError, match=r"Linear cannot be read: RuntimeError: .*; it was given \(1, 5\)$"):
+        to_network(nn.Linear(4, 3).eval(), torch.rand(1, 5))

@@ -15,6 +15,7 @@ from holdfast.errors import HoldfastError, InputError, UnknownNameError
 from holdfast.layers import manifold_parameters
 from holdfast.layers.linear.module import Centring
 from holdfast.models import config, load, named_configs
+from holdfast.storage import read_metadata, read_tensors, write_tensors
 from holdfast.train import DataConfig, TrainConfig, TrainingConfig, read_training, train
 from holdfast.train import place as place_module
 from holdfast.train.losses import LOSSES, ContentFloor, CrossEntropy, Emma, Pgd
@@ -255,6 +256,21 @@ def test_another_training_in_the_folder_is_refused(digits, tmp_path):
     save_file({"a": torch.zeros(1)}, tmp_path / "checkpoint.safetensors")
     with pytest.raises(InputError, match="not the checkpoint of a training"):
         train(setup(digits, epochs=1), tmp_path, device="cpu")
+
+
+def test_a_checkpoint_from_before_a_key_was_there_is_gone_on_with(digits, tmp_path):
+    first = train(setup(digits, epochs=1), tmp_path, device="cpu")
+    path = tmp_path / "checkpoint.safetensors"
+    content = json.loads(read_metadata(path)["holdfast_training"])
+    del content["identity"]["train"]["lookahead"], content["identity"]["model"]["centring"]
+    del content["identity"]["train"]["losses"][0]["gamma"]
+    write_tensors(path, read_tensors(path), {"holdfast_training": json.dumps(content)})
+    told = []
+    again = train(setup(digits, epochs=1), tmp_path, device="cpu", progress=told.append)
+    assert not told
+    assert same(weights(first), weights(again))
+    with pytest.raises(InputError, match="belongs to another training: lookahead was 0 and is 2"):
+        train(setup(digits, epochs=1, lookahead=2), tmp_path, device="cpu")
 
 
 def test_a_saved_model_is_trained_further(digits, tmp_path):

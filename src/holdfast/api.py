@@ -78,7 +78,9 @@ def lipschitz_bound(
         if radius is not None or tokens is not None:
             raise InputError("both x and a radius or tokens were given; pass x for a point, the others for a ball at 0")
         if method in ball_bounds and method not in point_bounds:
-            raise InputError(f"{method!r} holds on a ball around 0; pass radius= and tokens= in the place of x")
+            raise InputError(
+                f"{method!r} holds on a ball around 0; in the place of x pass radius (--radius) and tokens (--tokens)"
+            )
         return point_bounds[method](layer, x, **options)
     if radius is None or tokens is None:
         raise InputError("neither x nor a radius with tokens was given; pass x for a point, the others for a ball at 0")

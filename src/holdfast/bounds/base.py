@@ -13,7 +13,7 @@ from torch import Tensor
 
 from holdfast.attention import AttentionJacobian, AttentionLayer, checks
 from holdfast.attention.movement import distance, movement
-from holdfast.errors import HoldfastError, InputError, NotApplicableError, SoundnessError
+from holdfast.errors import HoldfastError, InputError, NotApplicableError, NotFiniteError, SoundnessError
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic, Numerical, Proved
 from holdfast.linalg.certified import GIB
@@ -174,10 +174,15 @@ class Bound(MethodAtPoint):
         self.check_call(guarantee, self.refusal(layer))
         layer, x = layer.double(), x.detach().double()
         with torch.no_grad():
-            if guarantee == "proved":
-                value, terms, notes = self._run(Proved(memory_limit), layer, x, radii)
-            else:
-                value, terms, notes = self._run(Numerical(), layer, x, radii)
+            try:
+                if guarantee == "proved":
+                    value, terms, notes = self._run(Proved(memory_limit), layer, x, radii)
+                else:
+                    value, terms, notes = self._run(Numerical(), layer, x, radii)
+            except NotFiniteError:
+                if not _may_break(layer):
+                    raise
+                raise self._overflow(layer, radii) from None
             self._doubt(layer, x, radii, value, guarantee)
         scalar = not isinstance(eps, Sequence)
         return BoundResult(
@@ -202,7 +207,7 @@ class Bound(MethodAtPoint):
     def _doubt(self, layer: AttentionLayer, x: Tensor, radii: list[float], value: Tensor, guarantee: Guarantee) -> None:
         """Withholds a value that is not finite, or that one ascent direction already exceeds."""
         if not bool(torch.isfinite(value).all()):
-            raise HoldfastError(f"bound {self.name!r} overflowed float64 at eps={max(radii):g}; use a smaller eps")
+            raise self._overflow(layer, radii)
         jacobian = AttentionJacobian(layer, x)
         start = torch.randn(x.shape[-2:], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         direction = jacobian.rmv(jacobian.mv(start.to(x).expand_as(x)))
@@ -212,6 +217,18 @@ class Bound(MethodAtPoint):
         inside = distance(x, moved).upper <= x.new_tensor(radii).reshape(-1, *(1 for _ in x.shape[:-2]))
         attained = torch.where(inside, movement(layer, x, moved).lower, 0.0).movedim(0, -1)
         self.withhold_below(attained, value, guarantee)
+
+    def _overflow(self, layer: AttentionLayer, radii: list[float]) -> NotFiniteError:
+        where = f"bound {self.name!r} has no finite value at eps={max(radii):g}"
+        if _may_break(layer):
+            reason = "a norm of queries or keys has eps 0, and breaks where what it divides by vanishes"
+            return NotFiniteError(f"{where}: {reason}; use a smaller eps")
+        return NotFiniteError(f"{where}: it overflowed float64; use a smaller eps")
+
+
+def _may_break(layer: AttentionLayer) -> bool:
+    """Whether a norm of queries or keys is not continuous where what it normalises vanishes."""
+    return any(norm is not None and norm.eps == 0 for norm in (layer.q_norm, layer.k_norm))
 
 
 bounds: Registry[Bound] = Registry("method", group="holdfast.bounds")

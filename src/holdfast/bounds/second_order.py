@@ -175,7 +175,7 @@ class Mixed(Bound):
         integral = (slope * a.lift(widths(nodes))).sum(-1)
         saturated = _saturated(a, layer, x, eps)
         terms = {"jacobian": _jacobian(a, layer, x), "integral": integral, "saturated": saturated}
-        return Evaluation(integral.minimum(saturated), terms)
+        return Evaluation(a.least(integral, saturated), terms)
 
 
 def grown_gain(a: Arithmetic[Array], layer: AttentionLayer, x: Tensor, nodes: Tensor) -> Array:

@@ -49,7 +49,7 @@ class Taylor(Bound):
         reach = self._farthest(f.p, _values(a, layer, f), C, eps.unsqueeze(-2), sinks=layer.sinks is not None)
         saturated = zeta.unsqueeze(-1) * eps + reach
         terms = {"jacobian": gain, "curvature": curvature} | terms | {"zeta": zeta, "saturated": saturated}
-        return Evaluation(curved.minimum(saturated), terms)
+        return Evaluation(a.least(curved, saturated), terms)
 
     def _farthest(self, p: Array, values: Array, C: Array, eps: Array, *, sinks: bool) -> Array:
         """(b…, e) how far the rows can go, whatever the probabilities become: no farther than to one of the values."""

@@ -37,7 +37,7 @@ COMMANDS = {
         "Certify the bundled digits model: proved radii beside LoFAST's and an attack, as a table, a figure and a page."
     ),
     "campaign": (
-        "Attack every bound, and its ingredients, on random layers and pieces: status 1 if one is below the truth."
+        "Attack every bound, and its ingredients, on random layers, pieces and networks: status 1 if one is too small."
     ),
     "doctor": "Show versions, devices, threads, and which extras are installed.",
     "repro": "Reproduce the tables and figures of the papers and of the documentation.",
@@ -114,7 +114,7 @@ def main() -> NoReturn:
     except HoldfastError as error:
         _fail(str(error))
     except _USAGE_ERROR as error:
-        _fail(error.format_message())
+        _fail(error.format_message().replace(": Value error, ", ": "))  # as newer releases of typer begin
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted before anything was finished", status=130)
     except MemoryError:

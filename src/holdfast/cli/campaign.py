@@ -17,13 +17,14 @@ from holdfast.testing.campaign import CampaignReport, Subject, examine, subjects
 def campaign(
     layers: Annotated[int, typer.Option(min=0, help="Number of random layers.")] = 20,
     pieces: Annotated[int, typer.Option(min=0, help="Number of random pieces of networks.")] = 40,
+    networks: Annotated[int, typer.Option(min=0, help="Number of random networks.")] = 5,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first; number i has seed + i.")] = 0,
     seconds: Annotated[float | None, typer.Option(min=0, help="Start nothing new after this time.")] = None,
     demo: Annotated[bool, typer.Option(help="Begin with the layers of the demo model.")] = True,
     as_json: Json = False,
     out: Out = None,
 ) -> None:
-    """Attack every bound, and its ingredients, on random layers and pieces: status 1 if one is below the truth."""
+    """Attack every bound, and its ingredients, on random layers, pieces and networks: status 1 if one is too small."""
     began = time.perf_counter()
 
     def job(subject: Subject) -> Job[CampaignReport | None]:
@@ -33,7 +34,7 @@ def campaign(
 
         return Job(subject.case.name, run)
 
-    jobs = [job(subject) for subject in subjects(layers, seed, demo=demo, pieces=pieces)]
+    jobs = [job(subject) for subject in subjects(layers, seed, demo=demo, pieces=pieces, networks=networks)]
     done = carry_out(jobs)
     report = CampaignReport()
     for found in done.results:
@@ -49,7 +50,9 @@ def campaign(
 
 
 def _show(report: CampaignReport) -> None:
-    table = Table("bound, ingredient or constant", "smallest slack", "refused", title="Bound / attained - 1")
+    table = Table(
+        "bound, ingredient, constant or composition", "smallest slack", "refused", title="Bound / attained - 1"
+    )
     for name in sorted({*report.slack, *report.refusals}):
         slack = f"{report.slack[name]:.3g}" if name in report.slack else ""
         table.add_row(name, slack, str(report.refusals.get(name, "")))
@@ -57,11 +60,16 @@ def _show(report: CampaignReport) -> None:
     console.print(table)
     for kind, findings in (("violation", report.violations), ("failure", report.failures)):
         for finding in findings:
-            only = "--layers 0 --pieces 1" if finding.is_piece else "--layers 1 --pieces 0"
+            counts = (
+                int(not finding.is_piece and not finding.is_network),
+                int(finding.is_piece),
+                int(finding.is_network),
+            )
+            only = "--layers {} --pieces {} --networks {}".format(*counts)
             where = "" if finding.seed is None else f"; repeat with --no-demo {only} --seed {finding.seed}"
             console.print(
                 f"{kind}: {finding.what} at {finding.layer}: {finding.detail}{where}", style="red", soft_wrap=True
             )
     verdict = f"{len(report.violations)} violations, {len(report.failures)} failures"
-    examined = f"{report.layers} layers, {report.pieces} pieces, {report.checks} checks"
+    examined = f"{report.layers} layers, {report.pieces} pieces, {report.networks} networks, {report.checks} checks"
     console.print(f"{examined} in {report.seconds:.0f} s: {verdict}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import sys
@@ -46,7 +47,7 @@ Weights = Annotated[Path | None, typer.Option(help="Safetensors with the weights
 Arguments = Annotated[
     list[str] | None, typer.Option("--arg", help="NAME=VALUE for that function; may be repeated.", metavar="NAME=VALUE")
 ]
-_RADII = "36/255,72/255,108/255"
+_RADII = {"l2": "36/255,72/255,108/255", "linf": "1/255,2/255,8/255"}
 
 BatchSize = Annotated[int, typer.Option(min=1, help="Inputs treated at once.")]
 
@@ -62,7 +63,10 @@ def certify(
     arg: Arguments = None,
     radii: Annotated[
         str | None,
-        typer.Option(help="Where accuracies are shown: numbers or fractions; default: --at, or 36/255,72/255,108/255."),
+        typer.Option(
+            help="Where accuracies are shown: numbers or fractions; default: --at, or 36/255,72/255,108/255; for linf "
+            "1/255,2/255,8/255."
+        ),
     ] = None,
     norm: Annotated[Literal["l2", "linf"], typer.Option(help="Norm of the perturbations.")] = "l2",
     clip: Annotated[str | None, typer.Option(help="Limits of every number of an input, as 0,1; for linf.")] = None,
@@ -128,7 +132,8 @@ def certify(
         return
     assert data is not None
     decided = None if at is None else _read_numbers("--at", at)
-    numbers, part = decided or read_radii(_RADII) if radii is None else read_radii(radii), _read_shard(shard)
+    numbers = decided or read_radii(_RADII[norm]) if radii is None else read_radii(radii)
+    part = _read_shard(shard)
     moved = None if perturb is None else read_perturbation(perturb)
     if (mean is None) != (std is None):
         raise InputError("one of --mean and --std was given; expected both, or neither")
@@ -292,10 +297,13 @@ def _decide(model: nn.Module, vnnlib: Path, timeout: float, out: Path | None, se
     if out is not None:
         write_text(out, decision.to_text())
     point = {name: None if t is None else t.tolist() for name, t in (("x", decision.x), ("y", decision.y))}
-    payload = {"vnnlib": str(vnnlib), "verdict": decision.verdict, "seconds": decision.seconds, **point}
+    proof = {"parts": decision.parts, "losses": {k: lost for k, lost in decision.losses.items() if math.isfinite(lost)}}
+    payload = {"vnnlib": str(vnnlib), "verdict": decision.verdict, "seconds": decision.seconds, **proof, **point}
     emit_json("certify", payload, stdout=as_json, out=None)
     if not as_json:
         typer.echo(decision.to_text() if out is None else f"{decision.verdict}\n", nl=False)
+        if decision.parts > 1:
+            typer.echo(f"holdfast: proved in {decision.parts} parts", err=True)
         say_written(out)
 
 
@@ -304,11 +312,11 @@ def read_radii(text: str) -> list[float]:
     return list(_read_numbers("--radii", text))
 
 
-def _read_numbers(option: str, text: str) -> tuple[float, ...]:
+def _read_numbers(option: str, text: str, example: str = "0.1,36/255") -> tuple[float, ...]:
     try:
         return tuple(float(Fraction(part.strip())) for part in text.split(","))
     except (ValueError, ZeroDivisionError, OverflowError):
-        raise InputError(f"{option} is {text!r}; expected numbers or fractions, such as 0.1,36/255") from None
+        raise InputError(f"{option} is {text!r}; expected numbers or fractions, such as {example}") from None
 
 
 def _read_target(text: str) -> Target:
@@ -321,7 +329,7 @@ def _read_target(text: str) -> Target:
 
 
 def _read_clip(text: str) -> tuple[float, float]:
-    ends = _read_numbers("--clip", text)
+    ends = _read_numbers("--clip", text, "0,1")
     if len(ends) != 2:
         raise InputError(f"--clip is {text!r}; expected two numbers, such as 0,1")
     return ends[0], ends[1]

@@ -40,10 +40,11 @@ class Radii:
 
     Attributes:
         radius: (b) no perturbation of this length or less changes the prediction; 0 where nothing is proved.
-        margin: (b) the lower bound of the margin at that radius.
+        margin: (b) a lower bound of the margin up to that radius; where that is 0, at the input itself.
         methods: the method behind each radius.
         notes: remarks of the composition: what did not apply.
-        losses: for each input what was taken off its margin at that radius, by name; empty where it is unknown.
+        losses: for each input what was taken off its margin at that radius, by name; empty where nothing is proved,
+            or the time was over before it was known.
         unfinished: what was left out for lack of time.
         lead: (b) lower bounds of the margin at the input itself, at least those of the centre.
     """
@@ -142,12 +143,16 @@ class Composition(NetworkMethod):
         """The same for boxes with half-widths eps times the given ones; used if "box" is among the shapes."""
         raise NotImplementedError(f"{self.name} names boxes among its shapes, but has no margins over them")
 
-    def _losses(self, centre: Centre, eps: Tensor, half: Tensor | None) -> tuple[dict[str, float], ...]:
-        """For each input what is taken off its margin at eps, by name, where the method can tell.
+    def _losses(self, centre: Centre, eps: Tensor, half: Tensor | None, left: Tensor) -> tuple[dict[str, float], ...]:
+        """For each input what is taken off its margin at eps, by name; empty where eps is 0.
 
-        The radii are those of balls, or, with half-widths, of boxes.
+        The radii are those of balls, or, with half-widths, of boxes; `left` is what is left of the margins. A method
+        that knows more than the first order tells it here.
         """
-        return ({},) * len(eps)
+        first = centre.first_order_lost(eps, half)
+        beyond = centre.margin - left - first
+        pairs = zip(eps.tolist(), first.tolist(), beyond.tolist(), strict=True)
+        return tuple({"first order": f, "beyond first order": b} if e > 0 else {} for e, f, b in pairs)
 
     def _check(self, network: Network) -> None:
         refusal = self.refusal(network)
@@ -225,7 +230,8 @@ class Composition(NetworkMethod):
             # What is proved stays, even if the time is over before its losses are known.
             with torch.no_grad(), suppress(TimeLimitError):
                 region = self._region(centre, aim.threat, reached.radius)
-                losses = self._losses(region.centre, torch.where(reached.radius > 0, region.eps, 0.0), region.half)
+                eps = torch.where(reached.radius > 0, region.eps, 0.0)
+                losses = self._losses(region.centre, eps, region.half, reached.margin)
         margin = torch.where(reached.radius > 0, reached.margin, lead)
         cut = (f"the time was over before the search of {self.name} had ended",) if reached.cut else ()
         return Radii(reached.radius, margin, (self.name,) * len(lead), lead, losses=losses, unfinished=cut)

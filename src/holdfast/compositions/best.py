@@ -27,9 +27,10 @@ class BestComposition(NetworkMethod):
     """The largest radius of every composition that applies, and which one it was.
 
     The quick composition goes first, then the others, those that usually reach farther first; for boxes, those that
-    bound margins over boxes. Each one guesses whether it certifies more than is already known (see
-    `Composition`), and proves only if so. Every radius that is returned is proved. A radius that a guess misses is
-    lost. Balls around boxes are tried unless first order alone shows that they are too large.
+    bound margins over boxes, and before them the quick one if there is a deadline. Each one guesses whether it
+    certifies more than is already known (see `Composition`), and proves only if so. Every radius that is returned is
+    proved. A radius that a guess misses is lost. Balls around boxes are tried unless first order alone shows that they
+    are too large.
 
     Two things are left out unless there is a deadline, and `unfinished` names them: if attention acts on so many
     numbers that the others take minutes, all but the quick one; and a composition that takes long, if the one that it
@@ -115,7 +116,10 @@ def _chosen(centre: Centre, threat: Threat) -> tuple[list[NetworkMethod], list[s
     # Those that name another in `instead` come after it.
     methods = [m for m in methods if not _replaced(m, centre)] + [m for m in methods if _replaced(m, centre)]
     if threat.boxed:
+        # First those that bound margins over boxes; with a deadline after the quick one, which answers in any time.
         boxed = [m for m in methods if "box" in m.shapes and m.refusal(centre.network) is None]
+        first = [m for m in methods if m.quick] if centre.deadline < math.inf else []
+        boxed = first + [method for method in boxed if method not in first]
         methods = boxed + [method for method in methods if method not in boxed]
     return methods, notes, unfinished
 

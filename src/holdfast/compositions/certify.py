@@ -31,14 +31,15 @@ class Certified:
     Attributes:
         prediction: the class of the largest logit, in float64.
         decided: whether that class is proved to win at the input itself.
-        margin: a lower bound of its logit's lead at the input.
+        margin: a lower bound of its logit's lead at the input itself, whatever the radius.
         radius: no perturbation of this length or less changes the prediction; 0 where nothing is proved.
         method: the composition that proved it.
         through: "ball" where boxes were requested and the composition proved it over the balls around them.
         guarantee: "proved", or "numerical" where norms are iterated.
         seconds: wall time, shared equally among the inputs of a batch.
         notes: what did not apply.
-        losses: what was taken off the margin at that radius, by name; empty where the composition cannot tell.
+        losses: what was taken off the margin at that radius, by name; empty where nothing is proved, or the time was
+            over before it was known.
         unfinished: what was left out for lack of time.
     """
 

@@ -84,5 +84,5 @@ def checksum(*tensors: Tensor) -> str:
 def altered(path: Path, what: str) -> InputError:
     """The error for a file that is not the published one."""
     return InputError(
-        f"{path}: {what}; the file is damaged or was changed: fetch it again, or pass verify=False to use it as it is"
+        f"{path}: {what}; the file is damaged or was changed: fetch it again, or, in Python, load it with verify=False"
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
-from holdfast.errors import ConversionError
+from holdfast.errors import ConversionError, HoldfastError
 from holdfast.graph.operators import OPERATORS
 from holdfast.graph.program import ModelInputs, Program, Where, arguments, name_of
 
@@ -44,7 +44,9 @@ def export(model: nn.Module, inputs: ModelInputs, *, output: bool = True) -> Pro
     except ConversionError:
         raise
     except Exception as error:  # whatever the model's own code raises
-        raise ConversionError(f"{type(model).__name__} cannot be read: {reason(error)}") from error
+        shapes = [str(tuple(t.shape)) for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        where = f"; it was given {', '.join(shapes)}" if shapes and not isinstance(error, HoldfastError) else ""
+        raise ConversionError(f"{type(model).__name__} cannot be read: {reason(error)}{where}") from error
     signature = exported.graph_signature
     changed = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
     written = [name.removeprefix("model.") for name in changed.values()]
@@ -195,6 +197,8 @@ def reason(error: Exception) -> str:
             f"its Python code branches on the values of tensors{where}; a certificate needs one formula for all inputs"
         )
     words = " ".join(text.split())
+    if isinstance(error, HoldfastError):
+        return words
     return f"{type(error).__name__}: {words[:300]}" if words else type(error).__name__
 
 

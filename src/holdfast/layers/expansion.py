@@ -56,6 +56,11 @@ class LocalExpansion(ABC):
 
     @property
     @abstractmethod
+    def rest(self) -> str:
+        """What it leaves out is called so among the losses of a margin."""
+
+    @property
+    @abstractmethod
     def output(self) -> torch.Size:
         """The shape (b, m, c) of the output."""
 

@@ -83,6 +83,12 @@ class Arithmetic(ABC, Generic[Array]):
         """Inside, every operation on a tensor asks for the time first, so that no long work outlives its deadline."""
         return nullcontext() if self.overdue is bool else _Timed(self.in_time)
 
+    @final
+    def least(self, *bounds: Array) -> Array:
+        """What is proved of something by several bounds: the smallest, also where others are infinite or no number."""
+        values = (self.number(bound).nan_to_num(nan=torch.inf, posinf=torch.inf) for bound in bounds)
+        return self.lift(torch.stack(list(values)).amin(0))
+
     @abstractmethod
     def _fresh(self) -> Arithmetic[Array]:
         """The same arithmetic with nothing kept."""

@@ -100,3 +100,4 @@ class Threat:
 
 
 L2 = Threat()
+LINF = Threat("linf")

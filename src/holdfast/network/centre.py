@@ -29,7 +29,7 @@ from holdfast.linalg import Ball
 from holdfast.linalg.arithmetic import Arithmetic, Numerical, Proved
 from holdfast.linalg.certified import GIB
 from holdfast.linalg.rounding import UNIT, as_ball, frobenius_upper, outward
-from holdfast.linalg.threat import L2, Threat
+from holdfast.linalg.threat import L2, LINF, Threat
 from holdfast.network.network import Network, Residual
 from holdfast.network.site import LARGE, Site
 from holdfast.results import Guarantee
@@ -146,6 +146,13 @@ class _Slopes:
     @cached_property
     def radius(self) -> Float64[Tensor, " b"]:
         return self.under(L2)
+
+    def lost(self, eps: Float64[Tensor, " b"], half: Float64[Tensor, "b n d"] | None) -> Float64[Tensor, " b"]:
+        x = self._x.clone().requires_grad_()
+        with torch.enable_grad():
+            top = self._network(x).topk(2, -1).values
+            (slope,) = torch.autograd.grad((top[:, 0] - top[:, 1]).sum(), x)
+        return eps * (L2.steepness(slope) if half is None else LINF.steepness(slope * half))
 
     def under(self, threat: Threat) -> Float64[Tensor, " b"]:
         x = self._x.clone().requires_grad_()
@@ -348,6 +355,15 @@ class Centre:
     def first_order(self, threat: Threat) -> Float64[Tensor, " b"]:
         """The same for perturbations of another kind."""
         return self._slopes.under(threat)
+
+    def first_order_lost(
+        self, eps: Float64[Tensor, " b"], half: Float64[Tensor, "b n d"] | None = None
+    ) -> Float64[Tensor, " b"]:
+        """What first order takes off the lead over the second class, in balls or in boxes with half-widths eps · half.
+
+        In plain float64: it explains a radius, and proves nothing.
+        """
+        return self._slopes.lost(eps, half)
 
 
 def _pieces(stage: Piece | Residual) -> tuple[Piece, ...]:

@@ -16,9 +16,8 @@ from holdfast.errors import InputError
 from holdfast.report.changes import changes
 from holdfast.report.html import script_data, template
 from holdfast.report.numbers import down, up
-from holdfast.results import CertificationRun, Target
+from holdfast.results import LOSSES, CertificationRun, Target
 
-_PICTURES = ("digits", "digits-32", "cifar10", "svhn")  # numbers from 0 to 1, for 255 grey levels
 _COLOURS = ("#0072b2", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9")
 
 
@@ -119,8 +118,16 @@ def render(runs: Sequence[CertificationRun], targets: Sequence[Target] = ()) -> 
     _check(runs)
     data = script_data(_payload(runs))
     shown = next((run for run in runs if run.inputs and run.attacked_too), runs[0])
+    places = {name: place for place, name in enumerate(LOSSES)}
     return template("certificate").render(
-        runs=runs, run=runs[0], targets=targets, data=data, shown=shown, changes=changes(shown)
+        runs=runs,
+        run=runs[0],
+        targets=targets,
+        data=data,
+        shown=shown,
+        changes=changes(shown),
+        loss_places=places,
+        through=sorted({record.method for run in runs for record in run.records if record.through}),
     )
 
 
@@ -136,8 +143,8 @@ def _check(runs: Sequence[CertificationRun]) -> None:
 
 
 def _pictures(run: CertificationRun) -> bool:
-    """Whether the inputs are images whose numbers lie between 0 and 1."""
-    return run.data in _PICTURES or isinstance(next(iter(run.inputs.values()), None), Tensor)
+    """Whether the inputs are images whose numbers lie between 0 and 1; only a run that holds them tells."""
+    return isinstance(next(iter(run.inputs.values()), None), Tensor)
 
 
 def _values(run: CertificationRun) -> int | None:

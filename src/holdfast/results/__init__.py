@@ -6,10 +6,12 @@ rounded outward) or "numerical" (the formula is a theorem, but a number in it ca
 
 from holdfast.results.kinds import Guarantee, Norm, Scope, Side, brief
 from holdfast.results.layers import AttackResult, BoundResult, LipschitzResult, LipschitzWitness, NormResult
+from holdfast.results.losses import LOSSES, mean_shares
 from holdfast.results.records import UNDECIDED, Certificate, RadiusEstimate, RadiusRecord
 from holdfast.results.run import CertificationRun, Target
 
 __all__ = [
+    "LOSSES",
     "UNDECIDED",
     "AttackResult",
     "BoundResult",
@@ -26,4 +28,5 @@ __all__ = [
     "Side",
     "Target",
     "brief",
+    "mean_shares",
 ]

@@ -24,7 +24,7 @@ class RadiusRecord(Shown):
         index: its place in the data set.
         label: its true class.
         prediction: the class that the model answers in exact arithmetic, or UNDECIDED.
-        margin: a lower bound of the smallest difference between the logit of the prediction and another one.
+        margin: a lower bound of the lead of the prediction's logit at the input itself, whatever the radius.
         radius: no perturbation up to this size, in the record's norm, changes the prediction; 0 where nothing is shown.
         method: which composition gave the radius.
         attack_radius: the norm, rounded up, of a perturbation that changes it, checked in balls or, for deep networks,
@@ -33,7 +33,8 @@ class RadiusRecord(Shown):
         perturbation: (n, d) float32: that perturbation.
         norm: of perturbations: "l2", or "linf" in the units of the input.
         through: "ball" where l-infinity boxes were requested and the radius was shown over the balls around them.
-        losses: what was taken off the margin at the radius, by name; empty where the composition cannot tell.
+        losses: what was taken off the margin at the radius, by name; empty where nothing is shown, or the time was over
+            before it was known.
         unfinished: what was left out for lack of time, in words.
         side: of the radius: a proved one is a lower bound of the true one.
     """

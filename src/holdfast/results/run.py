@@ -14,6 +14,7 @@ from holdfast.extras import require
 from holdfast.radii import check_radii
 from holdfast.reporting import Shown, writer
 from holdfast.results.kinds import Norm
+from holdfast.results.losses import mean_shares
 from holdfast.results.records import Certificate, RadiusEstimate
 from holdfast.storage import Pathlike, write_text
 
@@ -121,9 +122,7 @@ class CertificationRun(Shown):
 
     def losses(self) -> dict[str, float]:
         """What the margins of proved inputs were lost to at their radii: the mean share of each loss, by name."""
-        known = [record for record in self.records if record.losses and record.radius > 0]
-        names = dict.fromkeys(name for record in known for name in record.losses)
-        return {name: sum(r.losses.get(name, 0.0) / r.margin for r in known) / len(known) for name in names}
+        return mean_shares(record.losses for record in self.records)
 
     def left_out(self) -> dict[str, int]:
         """What was left out for lack of time, in words, and for how many inputs."""

@@ -12,9 +12,10 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from holdfast.report.style import BLUE, GREEN, PALETTE, VERMILION, new_figure
+from holdfast.results import mean_shares
 from holdfast.studies.attacked import check_attacked
 from holdfast.studies.cifar_training import CifarNetwork
-from holdfast.studies.losses import lost_most, mean_shares
+from holdfast.studies.losses import lost_most
 from holdfast.train.objective import ContentMeasurement
 
 RADIUS = 36 / 255  # at which robust accuracy on CIFAR-10 is usually compared

@@ -27,10 +27,10 @@ from holdfast.data.dataset import find_file
 from holdfast.errors import InputError
 from holdfast.graph import to_network
 from holdfast.report.style import BLUE, GREEN, PINK, VERMILION, new_figure
-from holdfast.results import Guarantee
+from holdfast.results import Guarantee, mean_shares
 from holdfast.studies.attacked import check_attacked
 from holdfast.studies.crown import crown_radius, require_auto_lirpa
-from holdfast.studies.losses import finite, lost_most, mean_shares
+from holdfast.studies.losses import finite, lost_most
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 

@@ -29,9 +29,9 @@ from holdfast.graph.perturbation import attends
 from holdfast.linalg.rounding import Ball
 from holdfast.network.network import Network, run
 from holdfast.report.style import PALETTE, new_figure
-from holdfast.results import Guarantee
+from holdfast.results import Guarantee, mean_shares
 from holdfast.studies.attacked import check_attacked
-from holdfast.studies.losses import finite, lost_most, mean_shares
+from holdfast.studies.losses import finite, lost_most
 from holdfast.studies.minilm_training import RANDOM, FineTuned, FineTuning, fine_tuned, tokens
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study

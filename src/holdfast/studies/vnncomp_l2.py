@@ -25,9 +25,10 @@ from holdfast.errors import InputError
 from holdfast.graph import Readings, to_network
 from holdfast.graph.onnx import OnnxModel
 from holdfast.report.style import BLUE, GREEN, new_figure
+from holdfast.results import mean_shares
 from holdfast.studies.attacked import check_attacked
 from holdfast.studies.crown import crown_radius, require_auto_lirpa
-from holdfast.studies.losses import finite, lost_most, mean_shares
+from holdfast.studies.losses import finite, lost_most
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 from holdfast.studies.vnncomp import BoxInstance, instances, load_network, plan_instances

@@ -60,8 +60,9 @@ class AttackConformance(ABC):
         result = self._searched(case)
         value = goal.values(result.witness.movedim(-3, 0)).movedim(0, -1)
         assert bool((result.lower <= value * (1 + 1e-12)).all())
-        # A movement is a difference of values, and keeps their rounding.
-        assert bool((result.lower >= value * (1 - 1e-6) - 1e-9 * value.amax()).all())
+        # A movement is a difference of values, and keeps their rounding: slight beside the radius, it is only that.
+        rounding = 1e-9 * (value.amax() + torch.tensor(RADII, dtype=torch.float64))
+        assert bool((result.lower >= value * (1 - 1e-6) - rounding).all())
 
     @_every
     def test_never_above_a_proved_bound(self, case: Case) -> None:

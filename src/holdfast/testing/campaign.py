@@ -1,7 +1,8 @@
 """The soundness campaign: random layers, and for each a search for a point where a bound is below the truth.
 
 Every bound of the movement over a ball is attacked over its whole ball, and so is every ingredient of `ingredients.py`.
-The pieces of networks are drawn likewise, and each of their constants is attacked.
+The pieces of networks are drawn likewise, and each of their constants is attacked; and small networks, whose margins
+every composition bounds over balls, boxes and clipped boxes.
 What an attack attains is rounded down, so a proved bound gets no tolerance at all; a numerical one gets its documented
 slack. A layer is drawn from its own seed: `run_campaign(1, seed, demo=False)` repeats what was found at that seed.
 """
@@ -25,30 +26,37 @@ from holdfast.bounds import Bound
 from holdfast.bounds import bounds as registry
 from holdfast.bounds.base import NUMERICAL_SLACK
 from holdfast.bounds.over_ball import OverBall
+from holdfast.compositions import Composition, compositions
 from holdfast.data.digits import demo_digits
 from holdfast.errors import HoldfastError, SoundnessError
 from holdfast.linalg import Ball
 from holdfast.linalg.arithmetic import Proved
+from holdfast.linalg.rounding import down, up
+from holdfast.linalg.threat import L2, LINF, Threat
 from holdfast.models import load_digits_vit
+from holdfast.network.centre import Centre
 from holdfast.results import Guarantee
 from holdfast.testing.draw import draw
 from holdfast.testing.draw_pieces import KINDS, draw_piece
 from holdfast.testing.ingredients import Constants, Ingredient, Situation, ingredients_of
 from holdfast.testing.layers import Case
+from holdfast.testing.network_attack import least_margins
+from holdfast.testing.networks import NETWORK_KINDS, NetworkCase, draw_network
 from holdfast.testing.pieces import PieceCase, attained
 from holdfast.testing.pieces import bound as constant_bound
 from holdfast.testing.probes import climb, directions, inside
 
 RADII = (1e-8, 1e-6, 1e-4, 1e-2, 0.1, 0.5, 1.0, 3.0, 10.0)
 _SHARES = (1.0, 0.7, 0.1, -1.0)  # of the radius, along each direction
+_FIRST_ORDER = (1e-3, 0.1, 0.5, 1.0, 2.0)  # shares of the first-order radius of a network
 _CLIMBED = 3  # ingredients that are climbed for at each layer; all are checked wherever one led
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A layer or a piece with inputs, and the seed that leads to it; None for a layer of the demo model."""
+    """A layer, a piece or a network with inputs, and the seed that leads to it; None for a layer of the demo model."""
 
-    case: Case | PieceCase
+    case: Case | PieceCase | NetworkCase
     seed: int | None
 
 
@@ -58,10 +66,11 @@ class Finding:
 
     Attributes:
         what: the bound, ingredient or constant, with its guarantee.
-        layer: what is particular about the layer or piece.
+        layer: what is particular about the layer, piece or network.
         seed: repeats it.
         detail: the numbers, or the error.
         is_piece: whether it is a piece of a network.
+        is_network: whether it is a network.
     """
 
     what: str
@@ -69,6 +78,7 @@ class Finding:
     seed: int | None
     detail: str
     is_piece: bool = False
+    is_network: bool = False
 
 
 @dataclass
@@ -78,6 +88,7 @@ class CampaignReport:
     Attributes:
         layers: how many were examined.
         pieces: likewise.
+        networks: likewise.
         checks: comparisons of a bound with something attained.
         violations: a bound or ingredient below something attained.
         failures: errors other than a clear refusal.
@@ -88,6 +99,7 @@ class CampaignReport:
 
     layers: int = 0
     pieces: int = 0
+    networks: int = 0
     checks: int = 0
     violations: list[Finding] = field(default_factory=list)
     failures: list[Finding] = field(default_factory=list)
@@ -104,6 +116,7 @@ class CampaignReport:
         """Takes the findings of another report in."""
         self.layers += other.layers
         self.pieces += other.pieces
+        self.networks += other.networks
         self.checks += other.checks
         self.violations += other.violations
         self.failures += other.failures
@@ -117,8 +130,8 @@ class CampaignReport:
         return asdict(self) | {"sound": self.sound, "refusals": dict(self.refusals)}
 
 
-def subjects(layers: int, seed: int, *, demo: bool = True, pieces: int = 0) -> Iterator[Subject]:
-    """What a campaign examines: the layers of the demo model at one of its digits, random layers, random pieces."""
+def subjects(layers: int, seed: int, *, demo: bool = True, pieces: int = 0, networks: int = 0) -> Iterator[Subject]:
+    """What a campaign examines: the demo model's layers at one of its digits, random layers, pieces and networks."""
     if demo:
         images = demo_digits().images
         entering = load_digits_vit().attention_inputs(images[seed % len(images)].unsqueeze(0))
@@ -129,6 +142,8 @@ def subjects(layers: int, seed: int, *, demo: bool = True, pieces: int = 0) -> I
     kinds = list(KINDS)
     for own in range(seed, seed + pieces):
         yield Subject(draw_piece(kinds[own % len(kinds)], own), own)
+    for own in range(seed, seed + networks):
+        yield Subject(draw_network(NETWORK_KINDS[own % len(NETWORK_KINDS)], seed=own), own)
 
 
 def run_campaign(
@@ -138,6 +153,7 @@ def run_campaign(
     *,
     demo: bool = True,
     pieces: int = 0,
+    networks: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> CampaignReport:
     """Examines layers until all are done or the time is over.
@@ -147,21 +163,27 @@ def run_campaign(
         seed: of the first layer.
         seconds: time after which no further layer is begun.
         demo: whether the layers of the demo model come first.
-        pieces: how many random pieces of networks come last, with seeds as the layers.
-        progress: called with the number of layers and pieces done.
+        pieces: how many random pieces of networks come next, with seeds as the layers.
+        networks: how many random networks come last, likewise.
+        progress: called with the number of layers, pieces and networks done.
     """
     began, report = time.perf_counter(), CampaignReport()
-    for subject in subjects(layers, seed, demo=demo, pieces=pieces):
+    for subject in subjects(layers, seed, demo=demo, pieces=pieces, networks=networks):
         if seconds is not None and time.perf_counter() - began > seconds:
             break
         report.add(examine(subject))
         if progress is not None:
-            progress(report.layers + report.pieces)
+            progress(report.layers + report.pieces + report.networks)
     return report
 
 
 def examine(subject: Subject, radii: Sequence[float] = RADII) -> CampaignReport:
-    """Attacks every bound and every ingredient at one layer, or every constant of one piece; `radii` must grow."""
+    """Attacks every bound and ingredient of a layer, every constant of a piece, or every composition on a network.
+
+    `radii` must grow; those of a network are shares of its own first-order radius.
+    """
+    if isinstance(subject.case, NetworkCase):
+        return _NetworkExamination(subject, subject.case, list(radii)).run()
     if isinstance(subject.case, PieceCase):
         return _PieceExamination(subject, subject.case, list(radii)).run()
     return _LayerExamination(subject, subject.case, list(radii)).run()
@@ -222,7 +244,8 @@ class _UnderAttack(ABC):
 
     def _finding(self, what: str, detail: str) -> Finding:
         case = self._subject.case
-        return Finding(what, case.name, self._subject.seed, detail, isinstance(case, PieceCase))
+        kinds = isinstance(case, PieceCase), isinstance(case, NetworkCase)
+        return Finding(what, case.name, self._subject.seed, detail, *kinds)
 
 
 @final
@@ -243,6 +266,35 @@ class _PieceExamination(_UnderAttack):
 
     def _constant(self, constant: str) -> Tensor:
         return constant_bound(Proved(), self._case.piece, constant, self._case.u, self._radii)
+
+
+@final
+class _NetworkExamination(_UnderAttack):
+    """The margins of one network under attack: how far they fall within reach is at most what compositions say."""
+
+    def __init__(self, subject: Subject, case: NetworkCase, radii: list[float]) -> None:
+        super().__init__(subject, radii, CampaignReport(networks=1))
+        self._network, self._x = case.network, case.x
+
+    def _attack(self) -> None:
+        clipped = Threat("linf", (float(self._x.min()), float(self._x.max())))
+        for threat in (L2, LINF, clipped):
+            self._guarded(f"attack of a network, {threat.norm}", lambda t=threat: self._within(t))  # type: ignore[misc]
+
+    def _within(self, threat: Threat) -> None:
+        centre = Centre(self._network, self._x)
+        first = centre.first_order(threat)
+        radii = [(share * first).clamp(max=threat.most) for share in _FIRST_ORDER]
+        answers = centre.prediction
+        least = [least_margins(self._network, self._x, answers, eps, threat, self._seed) for eps in radii]
+        for method in compositions.values():
+            if isinstance(method, Composition) and method.refusal(self._network) is None:
+                where = f"{threat.norm}, clipped" if threat.clip is not None else threat.norm
+                name, curve = f"{method.name}, {where}", method.curve(centre, threat)
+                for eps, attained in zip(radii, least, strict=True):
+                    margins = self._guarded(name, lambda c=curve, e=eps: c(e))  # type: ignore[misc]
+                    if margins is not None:
+                        self._compare(name, up(centre.margin - margins), down(centre.margin - attained))
 
 
 @final

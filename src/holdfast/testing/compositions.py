@@ -87,6 +87,8 @@ class CompositionConformance(ABC):
                 assert bool((torch.isfinite(values) & (values > 0)).all())
             assert len(radii.methods) == inputs
             assert set(radii.methods) <= set(compositions)
+            assert len(radii.losses) == inputs
+            assert all(sum(lost.values()) > 0 for lost in radii.losses)
             json.dumps(radii.losses, allow_nan=False)
 
     @_small
@@ -96,6 +98,7 @@ class CompositionConformance(ABC):
         for i, record in enumerate(records):
             assert (record.prediction, record.decided, record.guarantee) == (int(y[i]), True, "numerical")
             assert (record.radius, record.method) == (float(radii.radius[i]), radii.methods[i])
+            assert record.margin == float(_centre(case, "numerical").margin[i])
 
     # -- size
 

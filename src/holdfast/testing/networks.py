@@ -99,6 +99,10 @@ _KINDS: dict[str, Callable[..., list[Piece | Residual]]] = {
 }
 
 
+#: What `draw_network` draws.
+NETWORK_KINDS = tuple(_KINDS)
+
+
 @cache
 def network_cases() -> tuple[NetworkCase, ...]:
     """One network of every kind."""

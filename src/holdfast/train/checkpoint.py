@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from holdfast.errors import InputError
 from holdfast.storage import read_metadata, read_tensors, write_tensors
+from holdfast.train.config import completed
 
 _KEY = "holdfast_training"
 
@@ -22,13 +23,14 @@ class Checkpoint:
 
     Args:
         path: of the file.
-        identity: what the training is; a file of another one is refused.
+        identity: what the training is; a file of another one is refused. Keys that configs have gained since the file
+            was written have their defaults.
         shard_size: the most bytes of one file.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any], shard_size: int | None = None) -> None:
         self._path, self._shard_size = path, shard_size
-        self._identity = json.loads(json.dumps(identity))
+        self._identity = _as_stored(identity)
 
     def exists(self) -> bool:
         """Whether there is something to resume from."""
@@ -56,7 +58,7 @@ class Checkpoint:
         content = json.loads(read_metadata(self._path).get(_KEY, "{}"))
         if not content:
             raise InputError(f"{self._path} is not the checkpoint of a training; name another folder")
-        stored = content["identity"]
+        stored = _as_stored(completed(content["identity"]))
         for key in stored.keys() | self._identity.keys():
             if stored.get(key) != self._identity.get(key):
                 raise InputError(
@@ -74,6 +76,12 @@ class Checkpoint:
             optimiser.load_state_dict({"state": states, "param_groups": optimiser.state_dict()["param_groups"]})
         notes: dict[str, Any] = content["notes"]
         return notes
+
+
+def _as_stored(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON gives it back."""
+    stored: dict[str, Any] = json.loads(json.dumps(identity))
+    return stored
 
 
 def _briefly(t: Tensor) -> Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, final
 
 from holdfast.data import SOURCES
-from holdfast.errors import InputError, UnknownNameError
+from holdfast.errors import HoldfastError, InputError, UnknownNameError
 from holdfast.models.config import CONFIGS, ModelConfig, config_from, named_configs
 from holdfast.storage import Pathlike, read_toml
 from holdfast.train.augment import AUGMENTATIONS
@@ -182,6 +183,17 @@ def _read(path: Path) -> dict[str, Any]:
     if missing:
         raise InputError(f"{path} has no {' and no '.join(missing)}; a training needs [model], [data] and [train]")
     return tables
+
+
+def completed(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Stored tables, with the defaults of keys that were not there yet; as they are where today's do not fit them."""
+    try:
+        model = asdict(config_from(tables["model"], "a checkpoint"))
+        data = to_table(from_table(DataConfig, tables["data"], "[data]"))
+        train = to_table(from_table(TrainConfig, tables["train"], "[train]"))
+    except (HoldfastError, KeyError):
+        return dict(tables)
+    return {**tables, "model": model, "data": data, "train": train}
 
 
 def agrees(stored: Any, asked: Any) -> bool:

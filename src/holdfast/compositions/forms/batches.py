@@ -289,12 +289,26 @@ class Batches:
         assert self.jets is not None
         return sum(self.jets.tiny(self._margins, radius), torch.zeros(self.ends.count, dtype=torch.float64))
 
-    def at_end(self, radius: float, tiny: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of expanded margins: bounds of their second and third orders, and of what is beyond."""
+    def at_end(self, radius: float, tiny: Tensor, enough: Tensor | None = None) -> dict[str, Tensor]:
+        """What may be taken off the margins beyond first order, by name: with jets the orders, then every kind of rest.
+
+        Bounds below `enough` need not be sharper.
+        """
         end = len(self._walk.places)
-        lost = tiny + self.unsure(radius)
-        beyond = self.ranges([self.ends], radius, bent=False, before=end, tiny=lost)[0]
-        return *self._orders(end, radius), beyond
+        if not self.expanded:
+            return self._named(self._added(self.ends, radius, enough))
+        second, third = self._orders(end, radius)
+        unsure = self.unsure(radius)
+        beyond = self._added(self.ends, radius, bent=False, before=end, tiny=tiny + unsure)
+        return {"second order": second, "third order": third, "rounding": unsure} | self._named(beyond)
+
+    def _named(self, added: Iterable[tuple[int, Tensor, Tensor]]) -> dict[str, Tensor]:
+        """How far what places add goes down, by what each calls its rest."""
+        lows: dict[str, Tensor] = {}
+        for i, low, _ in added:
+            name = self._walk.local(i).rest
+            lows[name] = lows[name] + low if name in lows else low
+        return lows
 
     def ranges(
         self,
@@ -315,19 +329,35 @@ class Batches:
         for part in batch:
             low = high = torch.zeros(part.count, dtype=torch.float64)
             here = slice(start, start + part.count)
-            some = None if enough is None else enough[here]
-            for i in sorted(part.prepared.keys() | part.turning.keys()):
-                varying = part.turning[i] * radius if i in part.turning else None
-                earlier = None
-                if before is not None and tiny is not None and self._walk.on_every_way(i, before):
-                    earlier = up(torch.maximum(low, high) + tiny[here], 1e-10)
-                local = self._walk.local(i)
-                below, above = local.range(part.prepared.get(i), varying, some, bent=bent, earlier=earlier)
+            some, unsure = (None if of_all is None else of_all[here] for of_all in (enough, tiny))
+            for _, below, above in self._added(part, radius, some, bent=bent, before=before, tiny=unsure):
                 low, high = low + below, high + above
             lows.append(low)
             highs.append(high)
             start += part.count
         return torch.cat(lows), torch.cat(highs)
+
+    def _added(
+        self,
+        part: BatchPart,
+        radius: float,
+        enough: Tensor | None = None,
+        *,
+        bent: bool = True,
+        before: int | None = None,
+        tiny: Tensor | None = None,
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """The same of one part, place by place."""
+        low = high = torch.zeros(part.count, dtype=torch.float64)
+        for i in sorted(part.prepared.keys() | part.turning.keys()):
+            varying = part.turning[i] * radius if i in part.turning else None
+            earlier = None
+            if before is not None and tiny is not None and self._walk.on_every_way(i, before):
+                earlier = up(torch.maximum(low, high) + tiny, 1e-10)
+            local = self._walk.local(i)
+            below, above = local.range(part.prepared.get(i), varying, enough, bent=bent, earlier=earlier)
+            low, high = low + below, high + above
+            yield i, below, above
 
 
 def _joined(sights: list[dict[int, tuple[Tensor, float]]]) -> dict[int, tuple[Tensor, float]]:

@@ -48,7 +48,7 @@ class Forms(Composition):
         return p**3 * sum(walk.local(i).scalars for i in walk.curved) > _LONG
 
     def lead(self, centre: Centre) -> Float64[Tensor, " b"]:
-        """By forms, too: they count rounding piece by piece where balls of the whole network have forgotten too much."""
+        """By forms, too: they count rounding piece by piece, where balls of the whole network may hide the lead."""
         if bool((centre.margin > 0).all()):
             return centre.margin
         try:
@@ -86,7 +86,7 @@ class Forms(Composition):
 
         return decided(self._followed(centre, aim.threat, over), None, lead, aim.at, known)
 
-    def _losses(self, centre: Centre, eps: Tensor, half: Tensor | None) -> tuple[dict[str, float], ...]:
+    def _losses(self, centre: Centre, eps: Tensor, half: Tensor | None, left: Tensor) -> tuple[dict[str, float], ...]:
         pairs = zip(_margins(centre, half), eps.tolist(), strict=True)
         return tuple(one.decide(scale).losses if scale > 0 else {} for one, scale in pairs)
 

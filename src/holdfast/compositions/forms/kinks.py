@@ -62,6 +62,10 @@ class Kinks(Local):
         self.positive = self._t.mid > 0
 
     @property
+    def rest(self) -> str:
+        return "kinks"
+
+    @property
     def scalars(self) -> int:
         return self._t.mid.numel()
 

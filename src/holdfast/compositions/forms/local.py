@@ -172,13 +172,14 @@ class Problem:
         self.rounding += up(float(rounding[kept].sum()), 1e-9)
 
     def breakdown(self, b: Tensor, lost: float) -> dict[str, float]:
-        """How the loss is made up at the point b; what is left of it goes to the kinks."""
+        """How the loss is made up at the point b; the kinks, or without any the relaxation, have what is left of it."""
         parts = {"first order": -float(self.gradient @ b)} | self.losses
         for name, rows, weights in self.named:
             seen = rows @ b
             value = float(b @ seen) if weights is None else float(weights @ seen.square())
             parts[name] = parts.get(name, 0.0) - value
-        parts["kinks"] = lost - sum(parts.values())
+        kinked = len(self.weight) > 0 or len(self.gain) > 0
+        parts["kinks" if kinked else "relaxation"] = lost - sum(parts.values())
         return parts
 
 
@@ -211,6 +212,11 @@ class Local(ABC):
     The order of calls: `covectors`; `place` with their first-order rows; `prepare` for every batch of covectors at the
     output, once; then for every scale `settle`, and `range` and `take` for the batches.
     """
+
+    @property
+    @abstractmethod
+    def rest(self) -> str:
+        """What its rest is called among the losses of a margin."""
 
     @property
     @abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import final
 
@@ -64,13 +64,16 @@ class Lower:
 
 @dataclass(frozen=True)
 class _Settled:
-    """What is known of the margins at a scale: what rounding takes, what it and all rests take, and their minorants."""
+    """What is known of the margins at a scale: what rounding and, by name, all else takes off, and their minorants."""
 
     radius: float
     tiny: Tensor
-    lost: Tensor
-    minorants: dict[int, Minorant]
-    orders: tuple[Tensor, Tensor, Tensor] | None = None  # bounds of second and third order, and of what is beyond
+    rests: dict[str, Tensor]
+    minorants: dict[int, Minorant] = field(default_factory=dict)
+
+    @cached_property
+    def lost(self) -> Tensor:
+        return sum(self.rests.values(), self.tiny)
 
 
 @final
@@ -187,8 +190,9 @@ class Margins:
         margins = torch.full((len(cheap) + 1,), math.inf, dtype=torch.float64)
         margins[self.walk.others] = cheap
         s = int(cheap.argmin())
-        losses = {"first order": float(self._slopes[s]) * scale, "rounding": float(settled.tiny[s])}
-        losses["carried rests"] = float(settled.lost[s] - settled.tiny[s])
+        losses = {"first order": float(self._slopes[s]) * scale}
+        losses |= {name: float(rest[s]) for name, rest in settled.rests.items()}
+        losses["rounding"] = losses.get("rounding", 0.0) + float(settled.tiny[s])
         return Lower(margins, float(cheap[s]), losses)
 
     @contextmanager
@@ -206,18 +210,17 @@ class Margins:
         moved, radius = self._moved(size), size.radius
         tiny = up(self._margins.tiny(scale, moved[:-1]) + self.walk.row_error * moved[-1], 1e-12)
         if not bool(torch.isfinite(moved).all()):  # nothing is known of what comes after some place
-            return _Settled(radius, tiny, torch.full_like(tiny, math.inf), {})
+            return _Settled(radius, tiny, {"carried rests": torch.full_like(tiny, math.inf)})
         if self._batches.expanded:
-            orders = self._batches.at_end(radius, tiny)
-            return _Settled(radius, tiny, tiny + self._batches.unsure(radius) + sum(orders), {}, orders)
+            return _Settled(radius, tiny, self._batches.at_end(radius, tiny))
         enough = None if self._sharp else torch.full_like(tiny, math.inf)
-        settled = _Settled(radius, tiny, tiny + self._batches.ranges([self._batches.ends], radius, enough)[0], {})
+        settled = _Settled(radius, tiny, self._batches.at_end(radius, tiny, enough))
         left = self._cheaply(scale, settled)
         hopeless = not bool((left > -_HOPELESS * self.walk.margins).all())
         if self._sharp or self._batches.vast or hopeless or bool((left > 0).all()):
             return settled
         enough = _LITTLE * self.walk.margins.clamp(min=0.0)
-        return _Settled(radius, tiny, tiny + self._batches.ranges([self._batches.ends], radius, enough)[0], {})
+        return _Settled(radius, tiny, self._batches.at_end(radius, tiny, enough))
 
     def _moved(self, size: Size) -> Tensor:
         """Bounds of ‖δ‖ at all places, and at the features."""
@@ -297,7 +300,7 @@ class Margins:
             value = float(self.walk.margins[s])
             problem = Problem.of(value, self._margins.X[s], _TRIFLE * max(value, 0.0) / max(1, len(self.walk.curved)))
             problem.lose("rounding", float(settled.tiny[s]))
-            if settled.orders is not None:
+            if self._batches.expanded:
                 self._expand(problem, s, settled)
             elif math.isfinite(settled.tiny[s]):  # otherwise not all places know of the scale
                 self._take(problem, s, settled.radius)
@@ -315,12 +318,10 @@ class Margins:
         """The exact second order of a margin, and numbers for the third and for all that is beyond."""
         jets = self._batches.jets
         assert jets is not None
-        assert settled.orders is not None
-        _, third, beyond = (float(part[s]) for part in settled.orders)
         problem.add("second order", jets.forms[s], float(jets.unsure[s]))
-        problem.lose("third order", third)
-        problem.lose("carried rests", beyond)
-        problem.lose("rounding", float(self._batches.unsure(settled.radius)[s]))
+        for name, rest in settled.rests.items():
+            if name != "second order":
+                problem.lose(name, float(rest[s]))
 
     # -- the largest scale
 

@@ -84,6 +84,10 @@ class Normalised(SmoothLocal):
         self._pull_size = 4 * self._largest * float(self._c.amax())  # the derivative's norm on absolute values
 
     @property
+    def rest(self) -> str:
+        return "normalisation rest"
+
+    @property
     def scalars(self) -> int:
         return self.u.numel() + len(self.u)
 

@@ -68,6 +68,10 @@ class SmoothUnits(SmoothLocal):
         self._slopes = phi.derivative(1, self._t)
 
     @property
+    def rest(self) -> str:
+        return "activation rest"
+
+    @property
     def scalars(self) -> int:
         return self._t.mid.numel()
 

@@ -76,6 +76,10 @@ class Softmax(SmoothLocal):
         self._value = up(float(torch.linalg.vector_norm(self._v, dim=-1).amax()), 1e-12)
 
     @property
+    def rest(self) -> str:
+        return "attention rest"
+
+    @property
     def scalars(self) -> int:
         return 3 * self._q.numel() + self._p.numel()
 

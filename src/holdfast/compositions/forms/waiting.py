@@ -33,6 +33,10 @@ class Waiting(Local):
         self._root = up(float(piece.part.times) ** 0.5, 1e-15)  # ‖C‖
 
     @property
+    def rest(self) -> str:
+        return self._inner.rest
+
+    @property
     def scalars(self) -> int:
         return self._inner.scalars
 

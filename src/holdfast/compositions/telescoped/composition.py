@@ -52,16 +52,14 @@ class Telescoped(Composition):
 
         return margins
 
-    def _losses(self, centre: Centre, eps: Tensor, half: Tensor | None) -> tuple[dict[str, float], ...]:
+    def _losses(self, centre: Centre, eps: Tensor, half: Tensor | None, left: Tensor) -> tuple[dict[str, float], ...]:
         at, cubic = _polynomials(centre)
         own = torch.nn.functional.one_hot(at.prediction, at.margins.shape[-1]).bool()
         worst = _left(at, cubic, eps).masked_fill(own, torch.inf).argmin(-1).tolist()
-        rounding = at.rounding(eps)
-        rest = at.left_out(eps) - rounding
-        parts = enumerate(zip(worst, eps, strict=True))
+        beyond = at.rests(eps) | {"rounding": at.rounding(eps)}
         return tuple(
-            _orders(at, i, j, e) | {"remainder": float(rest[i, j]), "rounding": float(rounding[i, j])} if e > 0 else {}
-            for i, (j, e) in parts
+            _orders(at, i, j, e) | {name: float(rest[i, j]) for name, rest in beyond.items()} if e > 0 else {}
+            for i, (j, e) in enumerate(zip(worst, eps, strict=True))
         )
 
 

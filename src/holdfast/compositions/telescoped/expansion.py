@@ -257,7 +257,11 @@ class Expansion:
 
     def left_out(self, eps: Float64[Tensor, " b"]) -> Float64[Tensor, "b classes"]:
         """A bound of what the margins' cubic polynomials leave out on the ball of radius eps."""
-        total: Tensor = self.rounding(eps)
+        return up(sum(self.rests(eps).values(), self.rounding(eps)), 1e-9)
+
+    def rests(self, eps: Float64[Tensor, " b"]) -> dict[str, Float64[Tensor, "b classes"]]:
+        """The same but for rounding, by kinds of pieces."""
+        rests: dict[str, Tensor] = {}
         carried: list[tuple[Tensor | None, Tensor]] = []
         for k, spot in enumerate(self.spots):
             end, third = self._ends[k], None
@@ -265,12 +269,14 @@ class Expansion:
                 F = self._arriving(k, carried, eps)
                 third = spot.curved.third(F, eps)
                 fourth = spot.curved.fourth(up(forms.root(F) * eps.unsqueeze(-1), 1e-10), eps)
-                total = total + (end.blocks @ fourth.unsqueeze(-1)).squeeze(-1)
+                rest = (end.blocks @ fourth.unsqueeze(-1)).squeeze(-1)
                 # The twist was seen by computed adjoints; it is what `third` has beyond `fourth`.
                 twist = forms.trace(third) * eps.unsqueeze(-1).square() + fourth
-                total = total + end.error * torch.linalg.vector_norm(twist, dim=-1, keepdim=True)
+                rest = rest + end.error * torch.linalg.vector_norm(twist, dim=-1, keepdim=True)
+                name = spot.curved.rest
+                rests[name] = rests[name] + rest if name in rests else rest
             carried.append((third, _defect(spot, eps)))
-        return up(total, 1e-9)
+        return rests
 
     def rounding(self, eps: Float64[Tensor, " b"]) -> Float64[Tensor, "b classes"]:
         """A bound of what rounding does to the polynomials' values on that ball."""

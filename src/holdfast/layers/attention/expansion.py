@@ -64,6 +64,10 @@ class LocalAttention(LocalExpansion):
         self._constants()
 
     @property
+    def rest(self) -> str:
+        return "attention rest"
+
+    @property
     def output(self) -> torch.Size:
         return torch.Size((*self.u.shape[:-1], self._w_o.shape[-1]))
 

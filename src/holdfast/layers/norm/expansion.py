@@ -41,6 +41,10 @@ class LocalNormalisation(LocalExpansion):
         self._most_c = c.upper.squeeze(-1)
 
     @property
+    def rest(self) -> str:
+        return "normalisation rest"
+
+    @property
     def output(self) -> torch.Size:
         return self.u.shape
 

@@ -60,6 +60,10 @@ class LocalPerceptron(LocalExpansion):
         self._outer = up(torch.linalg.vector_norm(self._w2, dim=-1), 1e-12)
 
     @property
+    def rest(self) -> str:
+        return "activation rest"
+
+    @property
     def output(self) -> torch.Size:
         return torch.Size((*self.u.shape[:-1], self._w2.shape[-1]))
 

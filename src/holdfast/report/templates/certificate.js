@@ -49,7 +49,6 @@
     const levels = 255 * radius;
     if (levels < 1) return ` (${short(levels)} of a grey level in one pixel)`;
     const one = `${short(levels)} of 255 grey levels in a single pixel`;
-    if (!data.values) return ` (${one})`;
     const many = Math.floor(levels ** 2), each = levels / Math.sqrt(data.values);
     if (many < data.values) return ` (as far as one of 255 grey levels in ${short(many)} pixels, or ${one})`;
     return ` (as far as ${short(each)} of 255 grey levels in each of ${data.values} pixels, or ${one})`;
