@@ -46,6 +46,8 @@ class Browser:
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         self._driver = Chrome(options, Service(shutil.which("chromedriver")))
+        self._driver.get("about:blank")  # leaves the page of a new tab, which asks for things itself
+        self.command("Emulation.setFocusEmulationEnabled", enabled=True)  # as if the window were the active one
         return self
 
     def __exit__(self, *_: object) -> None:
