@@ -31,7 +31,7 @@ def test_squares_that_become_numbers_take_no_less(slight: float) -> None:
     assert float((exact - below).max()) <= (2 * slight if slight < 1 else 1e3) + 1e-12
     assert (float(problem.form.abs().max()) == 0) == (slight > 1)
     parts = problem.breakdown(b[-1], float(1.0 - below[-1]))
-    assert parts["kinks"] == pytest.approx(0.0, abs=1e-9)
+    assert parts["relaxation"] == pytest.approx(0.0, abs=1e-9)
 
 
 @pytest.mark.parametrize("box", [False, True])
