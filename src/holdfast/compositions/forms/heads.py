@@ -178,6 +178,20 @@ class HeadRows:
         return up(thin_gram_norm(self._L * self.soft.most.sqrt().unsqueeze(-1), 3), 1e-9)
 
     @cached_property
+    def value_norms(self) -> Tensor:
+        """(h, i, j) of the rows of centred values."""
+        error = (16 * self.soft.theta * self._value_length).expand(self._value_gram.shape[:-2])
+        return gram_norm(self._value_gram, error, 4)
+
+    def forget(self) -> None:
+        """Drops the first-order rows of a ball: sums of suprema do without; K rows of length 1 have a norm of √K."""
+        nothing = self._L.new_zeros(0)
+        self._together = [(x.reshape(-1), x.reshape(-1), up(x.numel() ** 0.5, 1e-12)) for x in self._first]
+        self._Q, self._K, self._V, self._L = self.rows = (nothing,) * 4
+        self._value_gram = nothing
+        self._logits.forget()
+
+    @cached_property
     def _together(self) -> list[tuple[Tensor, Tensor, float]]:
         """Of queries, keys, values and logits: suprema, lengths, and the norm of all rows of length 1."""
         parts = [(x.reshape(-1), y.reshape(-1, y.shape[-1])) for x, y in zip(self._first, self.rows, strict=True)]
