@@ -112,7 +112,7 @@ class HeadsPassing(Passing):
             C[:, row] = torch.eye(c, dtype=torch.float64)
             back, lost = attention.pull(C)
             off = float(torch.linalg.vector_norm(lost)) * float(scale.abs().amax())
-            scaled.append(thin_gram_norm(back.transpose(0, 1) * scale) + off)
+            scaled.append(thin_gram_norm(back.transpose(0, 1) * scale, 1) + off)
         self._scaled = up(torch.stack(scaled), 1e-9)  # (i, n)
         self._outer = up(thin_gram_norm(at.w_o, _SQUARINGS), 1e-9)
 

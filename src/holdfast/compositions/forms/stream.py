@@ -16,7 +16,7 @@ from torch import Tensor
 
 from holdfast.clock import give_back_memory
 from holdfast.compositions.forms.derived import Derived
-from holdfast.compositions.forms.local import Rests, Size, SmoothLocal, token_lengths
+from holdfast.compositions.forms.local import THETA, Rests, Size, SmoothLocal, token_lengths
 from holdfast.compositions.forms.normalised import Normalised
 from holdfast.compositions.forms.passing import Passing, UnitsPassing, passing
 from holdfast.compositions.forms.region import Region
@@ -31,7 +31,7 @@ from holdfast.linalg.squarings import thin_gram_norm
 
 _CHUNK = 2**22  # numbers that are pushed together
 _SOURCES = 2**28  # numbers of derivatives between stages that are kept; from there on one stage after the other
-_SQUARINGS = 2
+_SQUARINGS = 1  # of the blocks' inner products: thousands of blocks
 _FEW = 0.25  # of all tokens, up to which it costs less to pull what matters behind a branch
 _ROOM = 2**24  # numbers of rows of a place that are kept
 
@@ -161,7 +161,7 @@ class Stream:
             derived = Derived(local, norm, self._tokens[k], place.defect)
             Y, unsure = norm.output_rows()
             Y, unsure = Y.nan_to_num().movedim(-1, 0), torch.linalg.vector_norm(unsure.nan_to_num())
-            self._place(k, local, self._rows(local, Y))
+            self._place_behind(k, local, norm, Y)
             behind = passing(local, norm, tokens)
             self._entered[i] = _Entered(norm, tokens, stream, behind, derived)
             T, lost = self._added(T, Y, local)
@@ -244,12 +244,12 @@ class Stream:
 
     def _rows(self, local: SmoothLocal, T: Tensor) -> Tensor:
         """(K, p) first-order rows of a place's functions."""
-        parts = self._parts(T)
-        first = local.functions(T[parts[0]])
-        rows = torch.empty(len(first), len(T), dtype=torch.float64)
-        for some in parts:
+        rows = torch.empty(0, len(T), dtype=torch.float64)
+        for some in self._parts(T):
             self._in_time()
-            rows[:, some] = local.functions(T[some])
+            new = local.functions(T[some])
+            rows = rows if len(rows) else torch.empty(len(new), len(T), dtype=torch.float64)
+            rows[:, some] = new
         return rows
 
     def _parts(self, T: Tensor) -> tuple[Tensor, ...]:
@@ -261,6 +261,18 @@ class Stream:
         local.place(rows, self._region.supremum(rows))
         if i in self._margins.at:
             self.prepared[i] = local.prepare(self._margins.at[i])
+
+    def _place_behind(self, k: int, local: Softmax | SmoothUnits, norm: Normalised, Y: Tensor) -> None:
+        """Units that are too many have no rows: their lengths follow from inner products of the normalisation's."""
+        if isinstance(local, Softmax) or local.scalars * len(Y) <= _ROOM:
+            self._place(k, local, self._rows(local, Y))
+            return
+        read, (gram, length) = local.wiring.read(), norm.output_gram()
+        sizes = frobenius_upper(read, (-1,)) * length.unsqueeze(-1)  # (t, U)
+        squares = ((read @ gram) * read).sum(-1).clamp(min=0.0) + 64 * THETA * sizes.square()
+        local.place(Y.new_zeros(0, len(Y)), up(squares.sqrt() * self._region.radius, 1e-9).flatten())
+        if k in self._margins.at:
+            self.prepared[k] = local.prepare(self._margins.at[k])
 
     def _added(self, T: Tensor, Y: Tensor, local: SmoothLocal) -> tuple[Tensor, float]:
         """The stream behind a branch whose last place takes Y, and what that was rounded by."""
@@ -337,12 +349,15 @@ class Stream:
         else:
             new[(self._links[stage] & torch.isnan(before)).any(-1)] = torch.nan
         here = [source for source in self._sources if stage + 1 in source.lost]
-        lost = sum(source.lost[stage + 1] * torch.linalg.vector_norm(self._gained(source)) for source in here)
-        new = up(new + rounding.still + rounding.drift * self._radius + lost, 1e-9)
+        new = new + rounding.still + rounding.drift * self._radius
+        for source in here:
+            new = new + source.lost[stage + 1] * torch.linalg.vector_norm(self._gained(source))
+        new = up(new, 1e-9)
         self._new[stage + 1] = new
         for source in here:
             new = new + source.norms[stage + 1] @ self._gained(source)
-        return up(new, 1e-9)
+        phi: Tensor = up(new, 1e-9)
+        return phi
 
     def _gained(self, source: _Source) -> Tensor:
         """(t) what the stream had gained in front of a source's stage."""
