@@ -27,19 +27,24 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "_MEMORY", 0)
 
 
-def deep(seed: int, kinds: str = "AMAMCM", size: float = 0.6) -> tuple[Network, Tensor]:
-    """Branches of attention and of units, and where the class token alone is left; and one input."""
+def deep(
+    seed: int, kinds: str = "AMAMCM", size: float = 0.6, kappa: float = 1e-3, bend: float = 1.0
+) -> tuple[Network, Tensor]:
+    """Branches of attention and of units, and where the class token alone is left; and one input.
+
+    Normalisations with a large kappa are nearly affine, as are units with a small bend.
+    """
     dice = Dice(seed)
 
     def norm() -> LayerNorm:
-        return LayerNorm(torch.exp(0.3 * dice.normal(D)), 0.3 * dice.normal(D), 1e-3)
+        return LayerNorm((1 + kappa) ** 0.5 * torch.exp(0.3 * dice.normal(D)), 0.3 * dice.normal(D), kappa)
 
     def attention() -> Attention:
         maps = {name: size / D**0.5 * dice.normal(2, D, 3) for name in ("w_q", "w_k", "w_v")}
         return Attention(AttentionLayer(**maps, w_o=size / 2 * dice.normal(2, 3, D), b_q=0.3 * dice.normal(2, 3)))
 
     def units() -> Mlp:
-        w1, w2 = size / D**0.5 * dice.normal(D, 6), size / 6**0.5 * dice.normal(6, D)
+        w1, w2 = bend * size / D**0.5 * dice.normal(D, 6), size / bend / 6**0.5 * dice.normal(6, D)
         return Mlp(w1, 0.3 * dice.normal(6), "gelu", w2, 0.3 * dice.normal(D))
 
     made: dict[str, list[Piece | Residual]] = {"C": [ClassToken(1)], "N": [norm()]}
@@ -69,7 +74,19 @@ def test_no_attack_goes_beyond(kinds: str, scale: float, seed: int) -> None:
 @pytest.mark.parametrize(("kinds", "scale"), CASES)
 def test_the_stream_keeps_within_what_is_carried(kinds: str, scale: float) -> None:
     """Token by token, the lengths of what δ has beyond first order."""
-    network, x = deep(2, kinds)
+    _check_carried(*deep(2, kinds), scale)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kappa", "bend"), [("MN", 1e4, 1.0), ("AN", 1e4, 1.0), ("AMN", 1e4, 1e-4), ("MN", 1e-3, 1e-4)]
+)
+def test_each_part_of_what_branches_add_counts(kinds: str, kappa: float, bend: float) -> None:
+    """Where all other parts are small: units, attention, attention behind which units are affine, and the norm."""
+    for seed in range(3):
+        _check_carried(*deep(seed, kinds, 1.0, kappa, bend), 0.02)
+
+
+def _check_carried(network: Network, x: Tensor, scale: float) -> None:
     forms = Margins(network, x[0])
     forms.at(scale)
     carried = forms._batches.stream

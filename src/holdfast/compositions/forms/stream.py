@@ -222,9 +222,8 @@ class Stream:
             for source in self._sources:
                 source.D = source.D.new_zeros(0)
             self._merged.append(stage)
-        tokens = torch.arange(n) if stage in self._merged else self._known_tokens
-        D = torch.eye(n * d, dtype=torch.float64).reshape(n, d, n, d)[tokens].flatten(0, 1)
-        self._sources.append(_Source(stage, tokens, D, {}, {}))
+        D = torch.eye(n * d, dtype=torch.float64).reshape(n, d, n, d)[self._known_tokens].flatten(0, 1)
+        self._sources.append(_Source(stage, self._known_tokens, D, {}, {}))
 
     def _follow(self, stage: int, push: _Push, T: Tensor) -> None:
         """All sources through a stage."""
