@@ -17,7 +17,7 @@ from holdfast.linalg.threat import Threat
 from holdfast.network.centre import Centre
 from holdfast.network.network import Network
 
-_QUICK_SHARE = 1 / 10  # of the time there is: for the quick composition where others are to follow
+_QUICK_SHARE = 1 / 20  # of the time there is: for the quick composition where others are to follow
 _MANY = 1024  # numbers beyond which Jacobians on all tokens take minutes
 
 
@@ -35,7 +35,7 @@ class BestComposition(NetworkMethod):
     Two things are left out unless there is a deadline, and `unfinished` names them: if attention acts on so many
     numbers that the others take minutes, all but the quick one; and a composition that takes long, if the one that it
     names (`instead`) has proved a radius. With a deadline they are tried until then, and the best so far counts.
-    The quick one has a tenth of the time, and where that was not enough and the others prove nothing, what is left.
+    The quick one has a twentieth of the time, and where that was not enough and the others prove nothing, what is left.
     """
 
     name = "best"

@@ -16,6 +16,7 @@ from holdfast.compositions.forms.jets import Jets
 from holdfast.compositions.forms.local import Rests
 from holdfast.compositions.forms.normalised import Normalised
 from holdfast.compositions.forms.region import Region
+from holdfast.compositions.forms.stream import Stream
 from holdfast.compositions.forms.walk import CentreWalk, Covectors
 from holdfast.errors import MemoryLimitError, SoundnessError
 from holdfast.linalg.certified import GIB
@@ -24,7 +25,8 @@ from holdfast.linalg.rounding import frobenius_upper, up
 _CHUNK = 2**18  # numbers of covectors that are treated together
 _ROOM = 2**23  # numbers of covectors at earlier places that are kept beside jets, about; others are made anew
 _NUMBERS = 6e8  # of covectors at earlier places, beyond which functions are derived from normalisations
-_MEMORY = 10 * GIB
+_MOST = 10 * GIB
+_MEMORY = _MOST  # of covectors, beyond which functions follow from the stream
 _VAST = 2**13  # rows of one place, of whose inner products several matrices would be needed
 _BUDGET = 2e10  # products for what a batch of covectors turns by
 
@@ -71,19 +73,28 @@ class Batches:
         self.bends: dict[int, list[BatchPart]] = {}
         self._sights: dict[int, dict[int, tuple[Tensor, float]]] = {}
         self._find_tokens(margins)
+        self._margins = margins.without_places()
         self.jets = Jets(walk, region, in_time) if Jets.affordable(walk, region) else None
+        self.stream: Stream | None = None
         if self.jets is not None:
             self._prepare_with(self.jets)
         else:
             many = self._many()
-            self._check_memory(many)
+            need = self._memory(many)
+            if need > _MEMORY and Stream.carries(walk, region):
+                self._check_memory(Stream.memory(walk, region), _MOST)
+                self._check_tokens(margins.at)
+                self.stream = Stream(walk, region, margins, self.tokens, in_time)
+                self.ends = BatchPart(len(margins), self.stream.prepared, {})
+                return
+            self._check_memory(need, _MEMORY)
             for i in walk.curved:
                 if many and self._follows(i):
                     self._derive(i)
                 else:
                     self._prepare(i)
                     give_back_memory()
-        self._margins, self.ends = margins.without_places(), self._part(margins.at, len(margins), 1.0)
+        self.ends = self._part(margins.at, len(margins), 1.0)
         self._prepare_outputs()
 
     def _find_tokens(self, margins: Covectors) -> None:
@@ -135,11 +146,13 @@ class Batches:
 
     @property
     def vast(self) -> bool:
-        """Whether the inner products of all rows of a place, which only sharper bounds need, are too many."""
-        return max((self._walk.local(i).longest for i in self._walk.curved), default=0) > _VAST
+        """Whether the inner products of all rows of a place, which only sharper bounds need, are too many, or gone."""
+        return (
+            self.stream is not None or max((self._walk.local(i).longest for i in self._walk.curved), default=0) > _VAST
+        )
 
-    def _check_memory(self, many: bool) -> None:
-        """Refuses what would not fit: first-order rows, and what earlier places keep of covectors."""
+    def _memory(self, many: bool) -> float:
+        """Bytes of first-order rows, and of what earlier places keep of covectors."""
         need, kept = 0.0, 0
         for i in self._walk.curved:
             local = self._walk.local(i)
@@ -148,10 +161,14 @@ class Batches:
             need += functions * (8 * self._region.p + (0 if many and self._follows(i) else kept))
             local.covectors(self.tokens[i])
             kept += local.kept
-        if need > _MEMORY:
+        return need
+
+    def _check_memory(self, need: float, most: float) -> None:
+        """Refuses what would not fit."""
+        if need > most:
             raise MemoryLimitError(
                 f"forms follows the numbers of {len(self._walk.curved)} places and needs about {need / GIB:.1f} GiB; "
-                f"it takes at most {_MEMORY / GIB:.0f} GiB: use gains, or perturb a later layer"
+                f"it takes at most {_MOST / GIB:.0f} GiB: use gains, or perturb a later layer"
             )
 
     def _follows(self, i: int) -> bool:
@@ -237,12 +254,15 @@ class Batches:
 
     def _part(self, at: dict[int, Tensor], count: int, share: float) -> BatchPart:
         """A share of a batch of covectors at the outputs of some places."""
+        self._check_tokens(at)
+        return self._turned({k: self._walk.local(k).prepare(mu) for k, mu in at.items()}, count, share)
+
+    def _check_tokens(self, at: dict[int, Tensor]) -> None:
         for k, mu in at.items():
             others = torch.ones(mu.shape[1], dtype=torch.bool)
             others[self.tokens[k]] = False
             if bool((mu[:, others] != 0).any()):
                 raise SoundnessError(f"forms missed a token that matters at place {k}; please report")
-        return self._turned({k: self._walk.local(k).prepare(mu) for k, mu in at.items()}, count, share)
 
     def _turned(self, prepared: dict[int, Any], count: int, share: float) -> BatchPart:
         """With how the covectors turn, if that is affordable."""

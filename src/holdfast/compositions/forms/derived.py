@@ -51,8 +51,11 @@ class Derived:
             rows[:, some] = self._local.functions(Y[..., some].movedim(-1, 0))
         return rows
 
-    def rests(self, radius: float, moved: float) -> Rests:
-        """What the functions have beyond first order, at the scale that the normalisation knows."""
+    def rests(self, radius: float, moved: float, beyond: Tensor | None = None) -> Rests:
+        """What the functions have beyond first order, at the scale that the normalisation knows.
+
+        But for rounding it is `beyond` (K), where that is given.
+        """
         tiny = up(self._rounding * radius + self._error * moved + self._still, 1e-12)
-        most = up(self._local.most(self._norm.output_beyond()) + tiny, 1e-12)
+        most = up((self._local.most(self._norm.output_beyond()) if beyond is None else beyond) + tiny, 1e-12)
         return Rests(most, most, tiny)

@@ -44,7 +44,6 @@ class HeadRows:
         chosen: the places of these rows there.
     """
 
-    _key_inner: Tensor  # (h, i, j, l) squares of the norms of K_j K_lᵀ, keys centred
     _norm_q: Tensor  # (h, i)
     _norm_k: Tensor  # (h, i, j) of centred keys
     _product: Tensor  # (h, i, j) of the norm of b
@@ -61,7 +60,7 @@ class HeadRows:
         if whole is None:
             self._measure()
         else:
-            for name in ("_key_inner", "_norm_q", "_norm_k", "_product", "_value_gram"):
+            for name in ("_norm_q", "_norm_k", "_product", "_value_gram"):
                 setattr(self, name, getattr(whole, name)[:, chosen])
             self._values, self._value_length = whole._values, whole._value_length
         self._value_lengths = length(self._V, 2)
@@ -86,24 +85,10 @@ class HeadRows:
         h, count, n, _ = self._L.shape
         k = self._Q.shape[2]
         largest_k, largest_v = length(self._K, 2).amax(), length(self._V, 2).amax()
-        keys = self._K.flatten(1, 2)
-        gram = (keys @ keys.mT).reshape(h, n, k, n, k)
-        mixed = (self._Q.flatten(1, 2) @ keys.mT).reshape(h, count, k, n, k)
-        values = self._V @ self._V.mT  # (h, j, k, k)
-        across = (self._V.flatten(1, 2) @ self._V.flatten(1, 2).mT).reshape(h, n, k, n, k)
-        inner, own, value_gram, crossed = [], [], [], []
-        for i in range(count):
-            centred = _centred_gram(gram, p[:, i], seen[:, i])  # (h, j, k, l, m)
-            inner.append(torch.linalg.vector_norm(centred, dim=(2, 4)) + 16 * theta * largest_k.square())
-            own.append(torch.einsum("hjkjm->hjkm", centred).clone())  # no view, which would keep all of it
-            at_row = mixed[:, i] - torch.einsum("hj,hkjm->hkm", p[:, i], mixed[:, i]).unsqueeze(2)
-            crossed.append(at_row.transpose(1, 2) * seen[:, i, :, None, None])  # (h, j, k, m)
-            mean = torch.einsum("hj,hjklm->hklm", p[:, i], across)  # E[V] with every V: (h, k, l, m)
-            twice = torch.einsum("hl,hklm->hkm", p[:, i], mean).unsqueeze(1)
-            beside = mean.transpose(1, 2)
-            value_gram.append((values - beside - beside.mT + twice) * seen[:, i, :, None, None])
-        self._key_inner = up(torch.stack(inner, 1).square(), 1e-9)  # (h, i, j, l)
-        inner_k, mixed = torch.stack(own, 1), torch.stack(crossed, 1)  # (h, i, j, k, m)
+        keys, values = self._K.flatten(1, 2), self._V.flatten(1, 2)
+        inner_k = _centred_own((keys @ keys.mT).reshape(h, n, k, n, k), p, seen)  # (h, i, j, k, m)
+        mixed = (self._Q.flatten(1, 2) @ keys.mT).reshape(h, count, k, n, k).transpose(2, 3)
+        mixed = (mixed - torch.einsum("hij,hijkm->hikm", p, mixed).unsqueeze(2)) * seen[..., None, None]
         error = 16 * theta * largest_k.square()
         squares = torch.einsum("hijkk->hij", inner_k).clamp(min=0.0)
         self._centred_length = up((squares + k * error).sqrt(), 1e-12)
@@ -114,8 +99,20 @@ class HeadRows:
         square = ((inner_q * inner_k).sum((-2, -1)) + (mixed * mixed.mT).sum((-2, -1))) / 2
         sizes = length(self._Q, 2).unsqueeze(-1) * (self._centred_length + largest_k)
         self._product = up((square.clamp(min=0.0) + 64 * theta * sizes.square()).sqrt(), 1e-9)
-        self._value_gram, self._value_length = torch.stack(value_gram, 1), 4 * largest_v.square()
-        self._values = values
+        self._value_gram = _centred_own((values @ values.mT).reshape(h, n, k, n, k), p, seen)
+        self._values, self._value_length = self._V @ self._V.mT, 4 * largest_v.square()
+
+    @cached_property
+    def _key_inner(self) -> Tensor | None:
+        """(h, i, j, l) squares of the norms of K_j K_lᵀ, keys centred; None where the keys' rows are gone."""
+        if self._whole is not None:
+            inner: Tensor | None = self._whole._key_inner
+            return None if inner is None else inner[:, self._chosen]
+        p, seen, keys = self.soft.p, self.soft.seen, self._K.flatten(1, 2)
+        h, n, k, _ = self._K.shape
+        gram, error = (keys @ keys.mT).reshape(h, n, k, n, k), 16 * self.soft.theta * length(self._K, 2).amax().square()
+        rows = [_centred_gram(gram, p[:, i], seen[:, i]) for i in range(p.shape[1])]
+        return up(torch.stack([torch.linalg.vector_norm(row, dim=(2, 4)) + error for row in rows], 1).square(), 1e-9)
 
     def centred_keys(self, i: int) -> Tensor:
         """(h, j, k, p) the rows of keys minus their mean, as row i sees them."""
@@ -176,6 +173,21 @@ class HeadRows:
     def mean_norm(self) -> Tensor:
         """(h, i) the norm of all logits of a row, weighted with the roots of p."""
         return up(thin_gram_norm(self._L * self.soft.most.sqrt().unsqueeze(-1), 3), 1e-9)
+
+    @cached_property
+    def value_norms(self) -> Tensor:
+        """(h, i, j) of the rows of centred values."""
+        error = (16 * self.soft.theta * self._value_length).expand(self._value_gram.shape[:-2])
+        return gram_norm(self._value_gram, error, 4)
+
+    def forget(self) -> None:
+        """Drops the first-order rows of a ball: sums of suprema do without; K rows of length 1 have a norm of √K."""
+        nothing = self._L.new_zeros(0)
+        self._together = [(x.reshape(-1), x.reshape(-1), up(x.numel() ** 0.5, 1e-12)) for x in self._first]
+        self._Q, self._K, self._V, self._L = self.rows = (nothing,) * 4
+        self._value_gram = nothing
+        self._key_inner = None
+        self._logits.forget()
 
     @cached_property
     def _together(self) -> list[tuple[Tensor, Tensor, float]]:
@@ -415,9 +427,23 @@ class HeadRows:
 
     def _bent_numbers(self, on_b: Tensor) -> Tensor:
         """(S) bounds of Σ w_ij |b_ij|: key by key, or the keys of a row together."""
+        apart = (on_b * self._most_b).sum(-1)
+        if self._key_inner is None:
+            plain: Tensor = up(apart.sum((1, 2)), 1e-9)
+            return plain
         keys = torch.einsum("shij,hijl,shil->shi", on_b, self._key_inner, on_b).clamp(min=0.0) ** 0.25
         joint = self._query * on_b.sum(-1).sqrt() * self._size.radius * keys + (on_b * self._rest_b).sum(-1)
-        return up(torch.minimum((on_b * self._most_b).sum(-1), joint).sum((1, 2)), 1e-9)
+        return up(torch.minimum(apart, joint).sum((1, 2)), 1e-9)
+
+
+def _centred_own(gram: Tensor, p: Tensor, seen: Tensor) -> Tensor:
+    """Inner products (h, i, j, k, m) of vectors of one key minus their mean, from those (h, j, k, l, m) of all."""
+    h, n, k, _, _ = gram.shape
+    mean = (p @ gram.reshape(h, n, -1)).reshape(h, -1, k, n, k).transpose(2, 3)  # E with every one
+    twice = torch.einsum("hil,hilkm->hikm", p, mean).unsqueeze(2)
+    own = torch.einsum("hjkjm->hjkm", gram).unsqueeze(1)
+    centred: Tensor = (own - mean - mean.mT + twice) * seen[..., None, None]
+    return centred
 
 
 def _centred_gram(gram: Tensor, p: Tensor, seen: Tensor) -> Tensor:

@@ -76,6 +76,7 @@ class Rests:
     Attributes:
         tiny: how much of that is rounding, and not the rest of an earlier place.
         unsure: what rounding may have done to all orders that are known.
+        together: of a normalisation, how long all rests of w of a token are together, where that is known.
         third: how much of it is beyond their second order, where that is known as one form; `fourth` the same of the
             third order.
     """
@@ -86,6 +87,7 @@ class Rests:
     third: Tensor | None = None
     fourth: Tensor | None = None
     unsure: Tensor | None = None
+    together: Tensor | None = None
 
     @property
     def most(self) -> Tensor:

@@ -136,6 +136,8 @@ class Margins:
     def first_order(self, i: int) -> Tensor:
         """(K, p) the first-order rows of the functions of a place that is not affine."""
         derived = self._batches.derived
+        if self._batches.stream is not None:
+            return self._batches.stream.first[i]
         return derived[i].X if i in derived else self.functions[i][0].X
 
     @property
@@ -157,6 +159,8 @@ class Margins:
     def at(self, scale: float) -> Lower:
         """Lower bounds of the margins over the region of this scale."""
         _check_scale(scale)
+        if scale not in self._seen and self._batches.stream is not None:
+            self._seen[scale] = self._glance(scale)
         if scale not in self._seen:
             with torch.no_grad():
                 boxed = self.region.sides is not None
@@ -226,6 +230,8 @@ class Margins:
         """Bounds of ‖δ‖ at all places, and at the features."""
         moved = torch.zeros(len(self.walk.places) + 1, dtype=torch.float64)
         self.beyond.clear()
+        if self._batches.stream is not None:
+            self._batches.stream.begin(size)
         u = self.region.reach * size.scale + self.walk.start_defect
         for members, skip, join in self.walk.stages:
             v = u
@@ -253,7 +259,9 @@ class Margins:
     def _settle_one(self, i: int, size: Size, moved: Tensor) -> float:
         self._in_time()
         batches, local = self._batches, self.walk.local(i)
-        if i in batches.derived:
+        if batches.stream is not None:
+            rests = batches.stream.rests(i, float(moved[i]))
+        elif i in batches.derived:
             rests = batches.derived[i].rests(size.radius, float(moved[i]))
         else:
             functions, error = self.functions[i]
@@ -339,8 +347,8 @@ class Margins:
             return known if self.at(known).least > 0 else 0.0
         if self._batches.expanded:  # rests are bounded in one way only
             return self._searched(max(_EARLY * most, known), most, 0.0, precision, known)
-        if self.region.p > _LARGE and self.region.sides is None:
-            vast = self._batches.vast
+        vast = self._batches.vast
+        if self._batches.stream is not None or (self.region.p > _LARGE and self.region.sides is None):
             roughly = self._glanced(most, _ROUGH * known, precision if vast else _GLANCE)
             if vast:
                 return roughly
@@ -354,7 +362,11 @@ class Margins:
 
     def _glanced(self, most: float, least: float, precision: float = _GLANCE) -> float:
         """About the largest scale below `most` that a glance proves; not looked for below `least`."""
-        low, high, scale = 0.0, most, most * (_EARLIER if self._batches.derived else _EARLY)
+        low, high, scale = (
+            0.0,
+            most,
+            most * (_EARLIER if self._batches.derived or self._batches.stream is not None else _EARLY),
+        )
         for _ in range(_GLANCES):
             try:
                 lower = self._glance(scale)

@@ -30,6 +30,7 @@ from holdfast.compositions.forms.local import (
     second_lengths,
     token_lengths,
 )
+from holdfast.compositions.forms.single import Moves, NormalisedTokens
 from holdfast.compositions.forms.suprema import QuadraticSums, Squares, worth
 from holdfast.compositions.forms.third import TokenOrders, Triples
 from holdfast.layers.norm.piece import Normalisation
@@ -265,6 +266,8 @@ class Normalised(SmoothLocal):
         self._rest_w, self._rest_a = self._split(rests.most)
         first_w, first_a = (x * size.scale for x in self._first)
         self._rest = up(torch.linalg.vector_norm(self._rest_w, dim=-1), 1e-12)
+        if rests.together is not None:
+            self._rest = torch.minimum(self._rest, rests.together)
         if self._third is not None:  # all coordinates of the second order together
             joint = size.radius * size.radius * self._met[0].norm + torch.linalg.vector_norm(self._third[0], dim=-1)
             self._rest = torch.minimum(self._rest, up(joint, 1e-9))
@@ -281,6 +284,7 @@ class Normalised(SmoothLocal):
         beyond = b * self._on_b[1] + a.square() * self._on_a[1]  # |g - 1 + a|
         n = self._n[self._tokens].abs() + self._theta
         coordinate = up(first_w + self._rest_w, 1e-12)
+        self._moves = a, beyond
         left_out = n * beyond.unsqueeze(-1) + coordinate * (a + beyond).unsqueeze(-1)
         self._output_rests = up(left_out * self._scale.abs(), 1e-9).flatten()
         chord = torch.minimum(torch.full_like(b, 2.0), b.sqrt() / left)
@@ -299,6 +303,31 @@ class Normalised(SmoothLocal):
         unsure[self._tokens] = up(4 * self._theta * sizes * self._scale.abs(), 1e-9)
         return rows, unsure
 
+    def output_gram(self) -> tuple[Tensor, Tensor]:
+        """(t, d, d) inner products of these rows where tokens matter; accurate relative to squares of lengths (t)."""
+        rows, _ = self.output_rows()
+        rows = rows[self._tokens]
+        length: Tensor = torch.linalg.matrix_norm(self._W) + self._lengths
+        return rows @ rows.mT, up(length * self._largest, 1e-9)
+
+    def single_tokens(self) -> NormalisedTokens:
+        """The tokens that matter, for covectors at one of them."""
+        c = up(self._c[self._tokens].squeeze(-1) * (1 + 4 * self._theta), 1e-12)
+        return NormalisedTokens(
+            self._tokens, self._n[self._tokens], self._scale, c, self._gram, self._length, self._theta
+        )
+
+    def moves(self, carried: Tensor, tiny: Tensor) -> Moves:
+        """What is known of these tokens at the last scale, where the stream's rest is carried by tokens."""
+        a, beyond = self._moves
+        return Moves(carried, tiny, self._w, self._rest, a, beyond, self._size.radius)
+
+    def forget(self) -> None:
+        """Drops the first-order rows, which sums of suprema do without."""
+        nothing = self._W.new_zeros(0)
+        self._W = self._A = nothing
+        self._squares.forget()
+
     def output_beyond(self) -> Tensor:
         """(n, d) what the output has beyond first order at the last scale: rests of w and a, and its own."""
         beyond = torch.full_like(self.u, torch.nan)
@@ -312,6 +341,7 @@ class Normalised(SmoothLocal):
         t, along = one.tokens, one.most_along
         v = self._size.radius * one.v
         rest_v = up((one.m.abs() * (1 + _NARROW) * self._rest_w[t]).sum(-1), 1e-12) + 1e-37 * self._rest_w[t].sum(-1)
+        rest_v = torch.minimum(rest_v, one.size * self._rest[t])
         v_all = v + rest_v
         w, a, rest, rest_a = self._w[t], self._a[t], self._rest[t], self._rest_a[t]
         on_b = along * self._on_b[0][t] + v_all * self._on_b[1][t]

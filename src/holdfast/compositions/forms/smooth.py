@@ -63,7 +63,7 @@ class SmoothUnits(SmoothLocal):
     """
 
     def __init__(self, u: Tensor, wiring: Wiring, phi: SmoothActivation) -> None:
-        self.u, self._wiring, self._phi = u, wiring, phi
+        self.u, self.wiring, self._phi = u, wiring, phi
         self._t = wiring.before(u)
         self._slopes = phi.derivative(1, self._t)
 
@@ -93,10 +93,10 @@ class SmoothUnits(SmoothLocal):
         return 4 * self.numbers
 
     def pull(self, C: Tensor) -> tuple[Tensor, Tensor]:
-        return self._wiring.pull(C, self._slopes)
+        return self.wiring.pull(C, self._slopes)
 
     def push(self, T: Tensor) -> tuple[Tensor, Tensor]:
-        return self._wiring.push(T, self._slopes)
+        return self.wiring.push(T, self._slopes)
 
     def second_order(self, directions: Directions) -> tuple[Tensor, float]:
         n, units = self._t.mid.shape
@@ -106,15 +106,15 @@ class SmoothUnits(SmoothLocal):
             first, second = directions.first[some], directions.second[some]
             squares = torch.zeros(len(some), n, units, dtype=torch.float64)
             squares[:, self._tokens] = (x[..., first] * x[..., second] * (bend / 2).unsqueeze(-1)).movedim(-1, 0)
-            out.append(self._wiring.write(squares))
-        sizes = bend.abs() / 2 * self._lengths.square().reshape(-1, units) @ self._wiring.lengths()
+            out.append(self.wiring.write(squares))
+        sizes = bend.abs() / 2 * self._lengths.square().reshape(-1, units) @ self.wiring.lengths()
         return torch.cat(out), 32 * THETA * float(torch.linalg.vector_norm(sizes))
 
     def functions(self, T: Tensor) -> Tensor:
-        return self._wiring.functions(self._tokens, T)
+        return self.wiring.functions(self._tokens, T)
 
     def most(self, y: Tensor) -> Tensor:
-        return self._wiring.most(self._tokens, y)
+        return self.wiring.most(self._tokens, y)
 
     def third_order(self, second: Tensor, size: float, directions: Directions) -> tuple[Twist, float]:
         (n, units), x = self._t.mid.shape, self._x
@@ -124,12 +124,12 @@ class SmoothUnits(SmoothLocal):
             new = t.added(x, second) * bend + turn / 2 * (x[:, t.q, None] * x[:, t.r] * x[:, t.s])
             out = torch.zeros(len(t.r), n, units, dtype=torch.float64)
             out[:, self._tokens] = new.mT.reshape(len(t.r), -1, units)
-            return self._wiring.write(out)
+            return self.wiring.write(out)
 
         lengths = self._lengths.reshape(-1, units)
         sizes = self._bend.abs().reshape(-1, units) * size + self._turn.abs().reshape(-1, units) * lengths.square()
         own = self._bend.abs().reshape(-1, units) * second_lengths(second).reshape(-1, units)
-        total, kept = (torch.linalg.vector_norm((x * lengths) @ self._wiring.lengths()) for x in (sizes, own))
+        total, kept = (torch.linalg.vector_norm((x * lengths) @ self.wiring.lengths()) for x in (sizes, own))
         return at, 32 * THETA * float(total) + NARROW * float(kept)
 
     def covectors(self, tokens: Tensor) -> tuple[Named, Tensor]:
@@ -140,13 +140,23 @@ class SmoothUnits(SmoothLocal):
         self._turn = self._phi.derivative(3, Ball.exact(t.mid)).mid
         own = self._phi.derivative(2, t)
         self._unsure = up((own.mid - self._bend).abs() + own.rad)  # of the second derivative at t
-        C = self._wiring.covectors(tokens, len(self.u))
+        C = self.wiring.covectors(tokens, len(self.u))
         return C, torch.zeros(C.count, dtype=torch.float64)
 
     def place(self, X: Tensor, first: Tensor) -> None:
         self._x, self._first = X, first
         self._lengths = up(torch.linalg.vector_norm(X, dim=-1), 1e-12)
         self._units = self.stride
+
+    def forget(self) -> None:
+        """Drops the first-order rows, which sums of suprema do without."""
+        self._x = self._x.new_zeros(0)
+
+    @property
+    def bends(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(t, U) bounds at the last scale: of |ε|, of how far units move, and of what is beyond first order of that."""
+        steep, reach, rest = (x.reshape(-1, self._units) for x in (self._steep, self._reach, self._rest))
+        return steep, reach, rest
 
     @cached_property
     def _groups(self) -> list[tuple[slice, QuadraticSums]]:
@@ -158,7 +168,7 @@ class SmoothUnits(SmoothLocal):
     def prepare(self, mu: Tensor) -> Bends:
         mu = mu[:, self._tokens]
         seen = (mu != 0).any(-1).any(0).nonzero().squeeze(-1)
-        written = Written.of(self._wiring, mu[:, seen])
+        written = Written.of(self.wiring, mu[:, seen])
         return Bends(replace(written, c=written.c.float()), seen, torch.full((len(mu),), torch.nan).double())
 
     def _norms(self, c: Tensor, tokens: Tensor) -> Tensor:
@@ -179,7 +189,7 @@ class SmoothUnits(SmoothLocal):
         self._size = size
         self._rho = rho = up(self._first * size.scale, 1e-12)
         rest, third = rests.most, rests.third
-        reach = up(rho + rest, 1e-12)
+        self._rest, self._reach = rest, (reach := up(rho + rest, 1e-12))
         low, high = down(self._low - reach), up(self._high + reach)
         reached = self._phi.range(2, low, high)
         drift = up(torch.maximum(reached.high - self._bend, self._bend - reached.low)).clamp(min=0.0)
@@ -198,7 +208,7 @@ class SmoothUnits(SmoothLocal):
             left = left + self._turn.abs() / 2 * reach.square() * rest  # |h³ - (x·b)³| <= 3h²|r|
             self._left = up(left + drift / 6 * reach**3, 1e-12)
         slopes = self._phi.range(1, low, high).magnitude
-        return up(self._wiring.grown(moved, float(torch.linalg.vector_norm(slopes * reach))), 1e-10)
+        return up(self.wiring.grown(moved, float(torch.linalg.vector_norm(slopes * reach))), 1e-10)
 
     def range(
         self,
@@ -249,7 +259,7 @@ class SmoothUnits(SmoothLocal):
             problem.lose("carried rests", up(float(varying @ self._steep), 1e-9))
 
     def seen(self, mu: Tensor) -> tuple[Tensor, float]:
-        written = Written.of(self._wiring, mu[:, self._tokens])
+        written = Written.of(self.wiring, mu[:, self._tokens])
         return written.c, written.size
 
 

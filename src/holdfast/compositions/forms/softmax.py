@@ -50,6 +50,23 @@ class AttentionRows:
 
 
 @final
+@dataclass(frozen=True)
+class HeadParts:
+    """An attention layer's maps to queries and keys (h, n, d, k), values (h, d, k) and from values (h, k, c).
+
+    And the maps from a row's token and from a key's to logits (h, i, j, d), the rows, and the heads there.
+    """
+
+    w_q: Tensor
+    w_k: Tensor
+    w_v: Tensor
+    w_o: Tensor
+    logit_maps: tuple[Tensor, Tensor]
+    rows: Tensor
+    heads: HeadRows
+
+
+@final
 class Softmax(SmoothLocal):
     """An attention layer at ũ; h heads, rows i that matter, keys j."""
 
@@ -126,6 +143,21 @@ class Softmax(SmoothLocal):
             out[:, row] = torch.einsum("hkx,hkc->xc", second_order(heads, i, directions), self._w_o)
         size = float(torch.linalg.vector_norm(heads.second_size().sum(0))) * self._outer
         return out, up(32 * self._theta * size, 1e-9)
+
+    @property
+    def steep(self) -> float:
+        """A bound of the derivative's norm."""
+        return self._pull_size() * (1 + 8 * self._theta)
+
+    @property
+    def parts(self) -> HeadParts:
+        """What stands at ũ, for covectors at one token."""
+        return HeadParts(self._w_q, self._w_k, self._w_v, self._w_o, self._logit_maps, self._rows, self._heads[None])
+
+    def forget(self) -> None:
+        """Drops the first-order rows, which sums of suprema do without."""
+        for heads in self._heads.values():
+            heads.forget()
 
     def functions(self, T: Tensor) -> Tensor:
         rows, p = self._rows, self._p[:, self._rows]

@@ -21,8 +21,8 @@ _LARGE = 1024  # rows from which on their norm is bounded with less care
 
 
 def worth(most: Float64[Tensor, " S"], enough: Float64[Tensor, " S"] | None) -> Tensor:
-    """Which bounds are worth a sharper one; one that is not a number is."""
-    every = torch.ones_like(most, dtype=torch.bool) if enough is None else ~(most <= enough)
+    """Which bounds are worth a sharper one; one that is not a number is, unless any number is enough."""
+    every = torch.ones_like(most, dtype=torch.bool) if enough is None else ~(most <= enough) & (enough < torch.inf)
     return every.nonzero().squeeze(-1)
 
 
@@ -94,6 +94,10 @@ class Squares:
         N = up(N.clamp(min=0.0).sqrt(), 1e-10)
         norms: Tensor = up(gram_norm(N, 1e-12 * torch.linalg.matrix_norm(N), 4).square(), 1e-10)
         return norms
+
+    def forget(self) -> None:
+        """Drops the rows; from here on sums of suprema have to be enough."""
+        self._rows = self._rows.new_zeros(0, self._rows.shape[1])
 
     def length(self, coefficients: Float64[Tensor, "S K"]) -> Float64[Tensor, " S"]:
         """Bounds of ‖Σ_k c_k x_k‖, for coefficients of either sign."""
