@@ -85,6 +85,24 @@ def test_a_quick_composition_that_is_slow_leaves_time_for_the_others(monkeypatch
     assert one.unfinished == ("the time was over before the search of gains had ended",)
 
 
+def test_the_quick_composition_has_what_the_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is cut off at first, and nobody else proves anything."""
+    kept = {name: compositions[name] for name in ("layerwise", "gains", "best")}
+    monkeypatch.setattr(compositions, "_items", kept)
+    tried: list[str] = []
+
+    def searching(self: Any, centre: Centre, *given: Any) -> Reached:
+        tried.append(self.name)
+        radius = torch.full_like(centre.margin, 0.1 if len(tried) > 2 else 0.0)
+        return Reached(radius, centre.margin, cut=len(tried) == 1)
+
+    for name in ("layerwise", "gains"):
+        monkeypatch.setattr(type(compositions[name]), "_search", searching, raising=False)
+    (one,) = certify_inputs(linear_network(), labelled(1).inputs.double(), seconds=60.0)
+    assert tried == ["gains", "layerwise", "gains"]
+    assert (one.method, one.radius) == ("gains", 0.1)
+
+
 def test_on_large_attention_best_answers_soon_and_goes_on_only_where_there_is_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

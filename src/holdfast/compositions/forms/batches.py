@@ -93,7 +93,8 @@ class Batches:
                     self._derive(i)
                 else:
                     self._prepare(i)
-                    give_back_memory()
+                    if need > GIB:
+                        give_back_memory()
         self.ends = self._part(margins.at, len(margins), 1.0)
         self._prepare_outputs()
 

@@ -138,7 +138,10 @@ class Stream:
         """Bytes of the largest place's rows, twice, of tangents, and of sources."""
         widest = max(place.u.numel() for place in walk.places)
         rows = 2 * max(walk.local(i).scalars for i in walk.curved) + 5 * widest
-        sources = min(len(walk.stages) / 2 * widest**2, _SOURCES + widest**2) + widest**2
+        later = sum(
+            isinstance(walk.local(i), Softmax) for i in walk.curved[2:]
+        )  # attention, each with a source before it
+        sources = min(later * widest**2, _SOURCES + widest**2) + widest**2
         return 8.0 * (rows * region.p + sources)
 
     # -- first order
