@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 _LARGE_ATTENTION = """
 import torch
 from holdfast import AttentionLayer
-from holdfast.clock import peak_memory
+from holdfast.usage import peak_memory
 from holdfast.compositions.forms import Margins, jets
 from holdfast.layers import Affine, Attention, TokenMean
 from holdfast.network import Head, Network

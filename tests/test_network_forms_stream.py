@@ -66,7 +66,7 @@ def test_no_attack_goes_beyond(kinds: str, scale: float, seed: int) -> None:
     network, x = deep(seed, kinds)
     forms = Margins(network, x[0])
     assert forms._batches.stream is not None
-    assert forms.at(scale).losses["carried rests"] > 0
+    assert forms.at(scale).losses["normalisation rest"] > 0
     assert all(bool(torch.isfinite(high).all()) for _, high in forms.beyond.values())
     assert worst_excess(forms, x, scale, None, seed) < 1e-12
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from holdfast.cli import main
-from holdfast.clock import processor_seconds
 from holdfast.data import sst2
 from holdfast.errors import HoldfastError, InputError, SoundnessError
 from holdfast.studies import StudyRun, Workplace, castin_measures, crown, deept, minilm, studies, vnncomp, vnncomp_l2
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, option, register_study
+from holdfast.usage import processor_seconds
 from holdfast.vnnlib import Verdict
 
 #: Tries that take more than a few seconds, or whose quick test is in another place.

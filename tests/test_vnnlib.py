@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from holdfast import InputError
-from holdfast.clock import processor_seconds
 from holdfast.layers.tokens.pooling import ClassToken
 from holdfast.network.network import Head, Network
+from holdfast.usage import processor_seconds
 from holdfast.vnnlib import Decision, Specification, decide, read_specification
 from holdfast.vnnlib.decide import _in_time, _Question, _stored
 from holdfast.vnnlib.search import Search

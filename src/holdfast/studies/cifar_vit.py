@@ -16,7 +16,6 @@ import torch
 
 from holdfast import data as datasets
 from holdfast.attacks.minimal import MinimalAttack
-from holdfast.clock import peak_memory, processor_seconds
 from holdfast.compositions import certify_inputs, compositions
 from holdfast.data import Dataset
 from holdfast.errors import InputError
@@ -38,6 +37,7 @@ from holdfast.studies.losses import finite
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 from holdfast.train.objective import measure_content
+from holdfast.usage import peak_memory, processor_seconds
 
 RANDOM = "random"  # instead of a folder: a small network that was not trained, and noise for an image
 _ATTACK = MinimalAttack(restarts=2, targets=3)

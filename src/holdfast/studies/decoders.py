@@ -18,7 +18,6 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from holdfast.attacks.minimal import MinimalAttack
-from holdfast.clock import processor_seconds
 from holdfast.compositions import Certified, certify_inputs
 from holdfast.errors import InputError
 from holdfast.graph import to_network
@@ -29,6 +28,7 @@ from holdfast.studies.attacked import check_attacked
 from holdfast.studies.beside_attack import draw_beside_attack
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
+from holdfast.usage import processor_seconds
 
 #: From the last tenth of Alice in Wonderland, which the small model did not see.
 PROMPTS = (

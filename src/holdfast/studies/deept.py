@@ -21,7 +21,6 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from holdfast.attacks.minimal import MinimalAttack
-from holdfast.clock import processor_seconds
 from holdfast.compositions import certify_inputs, compositions
 from holdfast.data.dataset import find_file
 from holdfast.errors import InputError
@@ -33,6 +32,7 @@ from holdfast.studies.crown import crown_radius, require_auto_lirpa
 from holdfast.studies.losses import finite, lost_most
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
+from holdfast.usage import processor_seconds
 
 WEIGHTS, IMAGES = "deept_mnist_vit.npz", "deept_mnist_images.npz"
 _MEAN, _DEVIATION, _PATCH, _HEADS = 0.1307, 0.3081, 7, 4

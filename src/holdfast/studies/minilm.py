@@ -21,7 +21,6 @@ from torch import Tensor
 
 from holdfast import data as datasets
 from holdfast.attacks.minimal import MinimalAttack
-from holdfast.clock import processor_seconds
 from holdfast.compositions import certify_inputs, compositions
 from holdfast.errors import InputError, MemoryLimitError, NotApplicableError
 from holdfast.graph import to_network
@@ -35,6 +34,7 @@ from holdfast.studies.losses import finite, lost_most
 from holdfast.studies.minilm_training import RANDOM, FineTuned, FineTuning, fine_tuned, tokens
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
+from holdfast.usage import processor_seconds
 
 _ATTACK = MinimalAttack(restarts=3, targets=1, steps=40)
 _DECADES = tuple(10.0**-k for k in range(3, 9))  # radii that are tried where no larger one is found

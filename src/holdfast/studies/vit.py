@@ -20,7 +20,6 @@ from rich.table import Table
 from torch import Tensor
 
 from holdfast.attacks.minimal import MinimalAttack
-from holdfast.clock import peak_memory, processor_seconds
 from holdfast.compositions import certify_inputs, compositions
 from holdfast.errors import InputError
 from holdfast.graph import to_network
@@ -33,6 +32,7 @@ from holdfast.studies.jasmin import load_digits
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 from holdfast.studies.vit_training import EPOCHS, HEADS, UNITS, WIDTH, DigitsTraining, Initialisation, Recipe, train
+from holdfast.usage import peak_memory, processor_seconds
 
 _RESTARTS, _TARGETS = 3, 9  # of both attacks: 27 starts
 _STEPS = 60

@@ -20,7 +20,6 @@ from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
 
-from holdfast.clock import processor_seconds
 from holdfast.data.dataset import find_file
 from holdfast.errors import InputError, SoundnessError
 from holdfast.graph.onnx import OnnxModel
@@ -30,6 +29,7 @@ from holdfast.studies.crown import crown_proves_box, require_auto_lirpa
 from holdfast.studies.losses import finite, lost_most
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
+from holdfast.usage import processor_seconds
 from holdfast.vnnlib import Box, OutputCase, Specification, Verdict, decide
 from holdfast.vnnlib.search import Search
 

@@ -19,7 +19,6 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from holdfast.attacks.minimal import MinimalAttack
-from holdfast.clock import processor_seconds
 from holdfast.compositions import certify_inputs, compositions
 from holdfast.errors import InputError
 from holdfast.graph import Readings, to_network
@@ -32,6 +31,7 @@ from holdfast.studies.losses import finite, lost_most
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 from holdfast.studies.vnncomp import BoxInstance, instances, load_network, plan_instances
+from holdfast.usage import processor_seconds
 
 _MEAN, _DEVIATION = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 _ATTACK = MinimalAttack(restarts=2, targets=3)

@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor, nn
 
-from holdfast.clock import processor_seconds
 from holdfast.compositions import compositions, forms
 from holdfast.errors import HoldfastError, InputError, MemoryLimitError, NotApplicableError, TimeLimitError
 from holdfast.executors import Emit, Processes, Task, Work
@@ -24,6 +23,7 @@ from holdfast.layers.linear.piece import Affine
 from holdfast.linalg.rounding import frobenius_upper, up
 from holdfast.network.centre import Centre
 from holdfast.network.network import Head, Network
+from holdfast.usage import processor_seconds
 from holdfast.vnnlib.search import Search
 from holdfast.vnnlib.specification import Box, Specification
 

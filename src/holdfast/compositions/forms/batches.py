@@ -10,7 +10,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from holdfast.clock import give_back_memory
 from holdfast.compositions.forms.derived import Derived
 from holdfast.compositions.forms.jets import Jets
 from holdfast.compositions.forms.local import Rests
@@ -21,6 +20,7 @@ from holdfast.compositions.forms.walk import CentreWalk, Covectors
 from holdfast.errors import MemoryLimitError, SoundnessError
 from holdfast.linalg.certified import GIB
 from holdfast.linalg.rounding import frobenius_upper, up
+from holdfast.usage import give_back_memory
 
 _CHUNK = 2**18  # numbers of covectors that are treated together
 _ROOM = 2**23  # numbers of covectors at earlier places that are kept beside jets, about; others are made anew

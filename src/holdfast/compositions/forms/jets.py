@@ -18,7 +18,6 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from holdfast.clock import give_back_memory
 from holdfast.compositions.forms.local import NARROW, THETA, SmoothLocal, second_lengths, token_lengths
 from holdfast.compositions.forms.region import Region
 from holdfast.compositions.forms.third import Triples
@@ -28,6 +27,7 @@ from holdfast.linalg import Ball
 from holdfast.linalg.directions import Directions
 from holdfast.linalg.rounding import UNIT, frobenius_upper, up
 from holdfast.linalg.squarings import gram_norm
+from holdfast.usage import give_back_memory
 
 _NUMBERS = 2**25  # of T at one place, at most
 _PRODUCTS = 2e11  # for the norms of all functions' second orders, at most

@@ -30,7 +30,7 @@ from holdfast.compositions.forms.local import (
     second_lengths,
     token_lengths,
 )
-from holdfast.compositions.forms.single import Moves, NormalisedTokens
+from holdfast.compositions.forms.single import NormalisedTokens, TokenMoves
 from holdfast.compositions.forms.suprema import QuadraticSums, Squares, worth
 from holdfast.compositions.forms.third import TokenOrders, Triples
 from holdfast.layers.norm.piece import Normalisation
@@ -317,10 +317,10 @@ class Normalised(SmoothLocal):
             self._tokens, self._n[self._tokens], self._scale, c, self._gram, self._length, self._theta
         )
 
-    def moves(self, carried: Tensor, tiny: Tensor) -> Moves:
+    def moves(self, carried: Tensor, tiny: Tensor) -> TokenMoves:
         """What is known of these tokens at the last scale, where the stream's rest is carried by tokens."""
         a, beyond = self._moves
-        return Moves(carried, tiny, self._w, self._rest, a, beyond, self._size.radius)
+        return TokenMoves(carried, tiny, self._w, self._rest, a, beyond, self._size.radius)
 
     def forget(self) -> None:
         """Drops the first-order rows, which sums of suprema do without."""

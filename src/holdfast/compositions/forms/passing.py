@@ -14,7 +14,7 @@ from torch import Tensor
 
 from holdfast.compositions.forms.heads import HeadRows
 from holdfast.compositions.forms.normalised import Normalised
-from holdfast.compositions.forms.single import Moves, NormalisedTokens
+from holdfast.compositions.forms.single import NormalisedTokens, TokenMoves
 from holdfast.compositions.forms.smooth import SmoothUnits
 from holdfast.compositions.forms.softmax import Softmax
 from holdfast.linalg.rounding import up
@@ -33,11 +33,11 @@ class Passing(ABC):
     steep: float
 
     @abstractmethod
-    def functions(self, moves: Moves) -> Tensor:
+    def functions(self, moves: TokenMoves) -> Tensor:
         """(K) what the place's functions have beyond first order."""
 
     @abstractmethod
-    def added(self, moves: Moves) -> Tensor:
+    def added(self, moves: TokenMoves) -> Tensor:
         """(n) what the branch adds to the stream's rest, but for rounding; no number at tokens that do not matter."""
 
 
@@ -73,10 +73,10 @@ class UnitsPassing(Passing):
         error = 64 * tokens.theta * (float(torch.linalg.matrix_norm(read)) * length).square()
         self._together = up(gram_norm(read @ gram @ read.mT, error, _SQUARINGS), 1e-9)
 
-    def functions(self, moves: Moves) -> Tensor:
+    def functions(self, moves: TokenMoves) -> Tensor:
         return moves.of(self._singles).flatten()
 
-    def added(self, moves: Moves) -> Tensor:
+    def added(self, moves: TokenMoves) -> Tensor:
         steep, reach, rest = self._units.bends  # (t, U)
         joint = moves.radius * self._together + torch.linalg.vector_norm(rest, dim=-1)
         joint = torch.minimum(joint, torch.linalg.vector_norm(reach, dim=-1))
@@ -116,7 +116,7 @@ class HeadsPassing(Passing):
         self._scaled = up(torch.stack(scaled), 1e-9)  # (i, n)
         self._outer = up(thin_gram_norm(at.w_o, _SQUARINGS), 1e-9)
 
-    def functions(self, moves: Moves) -> Tensor:
+    def functions(self, moves: TokenMoves) -> Tensor:
         (h, rows, n), (queries, keys) = self._p.shape, self._counts
         k, v, by_key = torch.split(moves.of(self._keys), [keys, keys, h * rows], 1)
         q, by_query = torch.split(moves.at(self._rows).of(self._queries), [queries, h * n], 1)
@@ -124,7 +124,7 @@ class HeadsPassing(Passing):
         logits = by_query.reshape(rows, h, n).transpose(0, 1) + by_key + (self._p * by_key).sum(-1, keepdim=True)
         return up(torch.cat([q.flatten(), k.flatten(), v.flatten(), logits.transpose(0, 1).flatten()]), 1e-11)
 
-    def added(self, moves: Moves) -> Tensor:
+    def added(self, moves: TokenMoves) -> Tensor:
         added = torch.full((len(moves.own),), torch.nan, dtype=torch.float64)
         own = self._outer.unsqueeze(-1) * vector_rests(self._heads, self._values)
         added[self._rows] = self._scaled @ moves.own + own.sum(0)

@@ -33,7 +33,7 @@ class Singles:
 
 @final
 @dataclass(frozen=True)
-class Moves:
+class TokenMoves:
     """What is known of t tokens at the last scale.
 
     Attributes:
@@ -63,7 +63,7 @@ class Moves:
         """(t) bounds of what w - na + z has beyond first order."""
         return up(self.carried + self.own, 1e-12)
 
-    def at(self, some: Tensor) -> Moves:
+    def at(self, some: Tensor) -> TokenMoves:
         """Of some of the tokens."""
         names = ("carried", "tiny", "w", "rest", "a", "beyond")
         return replace(self, **{name: getattr(self, name)[some] for name in names})

@@ -14,13 +14,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from holdfast.clock import give_back_memory
 from holdfast.compositions.forms.derived import Derived
 from holdfast.compositions.forms.local import THETA, Rests, Size, SmoothLocal, token_lengths
 from holdfast.compositions.forms.normalised import Normalised
 from holdfast.compositions.forms.passing import Passing, UnitsPassing, passing
 from holdfast.compositions.forms.region import Region
-from holdfast.compositions.forms.single import Moves, NormalisedTokens
+from holdfast.compositions.forms.single import NormalisedTokens, TokenMoves
 from holdfast.compositions.forms.smooth import SmoothUnits
 from holdfast.compositions.forms.softmax import Softmax
 from holdfast.compositions.forms.walk import CentreWalk, Covectors
@@ -28,6 +27,7 @@ from holdfast.layers.piece import LinearPiece
 from holdfast.linalg import Ball
 from holdfast.linalg.rounding import UNIT, frobenius_upper, gamma, up
 from holdfast.linalg.squarings import thin_gram_norm
+from holdfast.usage import give_back_memory
 
 _CHUNK = 2**22  # numbers that are pushed together
 _SOURCES = 2**28  # numbers of derivatives between stages that are kept; from there on one stage after the other
@@ -41,7 +41,7 @@ _Push = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class _Entered:
+class _BranchBegin:
     """A normalisation that takes the stream: its tokens, lengths of the stream's rows there, and its own rounding."""
 
     norm: Normalised
@@ -61,7 +61,7 @@ class _Rounding:
 
 @final
 @dataclass
-class _Source:
+class _StreamSource:
     """What the stream has gained in front of a stage since the last source, and what becomes of that later on.
 
     Attributes:
@@ -106,9 +106,9 @@ class Stream:
         self._walk, self._region, self._margins, self._tokens, self._in_time = walk, region, margins, tokens, in_time
         self.prepared: dict[int, Any] = {}
         self.first: dict[int, Tensor] = {}
-        self._entered: dict[int, _Entered] = {}  # by the place of the normalisation
+        self._entered: dict[int, _BranchBegin] = {}  # by the place of the normalisation
         self._rounding: list[_Rounding] = []
-        self._sources: list[_Source] = []
+        self._sources: list[_StreamSource] = []
         self._merged: list[int] = []  # stages where all that came before is one source
         self._links: dict[int, Tensor] = {}  # of affine stages, which tokens depend on which
         T = region.J.mT.reshape(region.p, *walk.start.shape)
@@ -166,7 +166,7 @@ class Stream:
             Y, unsure = Y.nan_to_num().movedim(-1, 0), torch.linalg.vector_norm(unsure.nan_to_num())
             self._place_behind(k, local, norm, Y)
             behind = passing(local, norm, tokens)
-            self._entered[i] = _Entered(norm, tokens, stream, behind, derived)
+            self._entered[i] = _BranchBegin(norm, tokens, stream, behind, derived)
             T, lost = self._added(T, Y, local)
             del Y
             if isinstance(behind, UnitsPassing):
@@ -181,7 +181,7 @@ class Stream:
             self._known_tokens = self._tokens[k]
         else:
             T = T.new_zeros(0)
-            self._entered[i] = _Entered(norm, tokens, stream, None, None)
+            self._entered[i] = _BranchBegin(norm, tokens, stream, None, None)
         norm.forget()
         give_back_memory()
         return T
@@ -226,7 +226,7 @@ class Stream:
                 source.D = source.D.new_zeros(0)
             self._merged.append(stage)
         D = torch.eye(n * d, dtype=torch.float64).reshape(n, d, n, d)[self._known_tokens].flatten(0, 1)
-        self._sources.append(_Source(stage, self._known_tokens, D, {}, {}))
+        self._sources.append(_StreamSource(stage, self._known_tokens, D, {}, {}))
 
     def _follow(self, stage: int, push: _Push, T: Tensor) -> None:
         """All sources through a stage."""
@@ -327,7 +327,7 @@ class Stream:
         assert entered.behind is not None
         return entered.derived.rests(self._radius, moved, entered.behind.functions(self._known(i - 1)))
 
-    def _known(self, i: int) -> Moves:
+    def _known(self, i: int) -> TokenMoves:
         """What is known of a normalisation that has been settled."""
         return self._entered[i].norm.moves(*self._carried[i])
 
@@ -361,7 +361,7 @@ class Stream:
         phi: Tensor = up(new, 1e-9)
         return phi
 
-    def _gained(self, source: _Source) -> Tensor:
+    def _gained(self, source: _StreamSource) -> Tensor:
         """(t) what the stream had gained in front of a source's stage."""
         gained: Tensor = self._phi[source.stage] if source.stage in self._merged else self._new[source.stage]
         return gained[source.tokens]

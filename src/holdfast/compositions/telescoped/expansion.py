@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from holdfast.clock import give_back_memory
 from holdfast.errors import NotApplicableError
 from holdfast.layers.expansion import LocalExpansion
 from holdfast.layers.piece import LinearPiece, Piece
@@ -22,6 +21,7 @@ from holdfast.linalg.directions import Directions
 from holdfast.linalg.rounding import UNIT, frobenius_upper, gamma, up
 from holdfast.linalg.squarings import gram_norm
 from holdfast.network.network import Network, Residual
+from holdfast.usage import give_back_memory
 
 
 def refusal(network: Network) -> str | None:
