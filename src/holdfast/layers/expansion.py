@@ -31,7 +31,7 @@ from holdfast.linalg.squarings import thin_gram_norm
 
 GAMMA = 2.0**-40  # of N = 2¹², twice
 _COEFFICIENTS = 16.0
-_PAIRS = 512  # pairs of directions that are examined together
+_PAIRS = 256  # pairs of directions that are examined together
 
 
 class LocalExpansion(ABC):

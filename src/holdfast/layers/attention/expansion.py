@@ -29,6 +29,7 @@ from holdfast.linalg.directions import Directions
 from holdfast.linalg.graded import Graded, smaller
 from holdfast.linalg.rounding import frobenius_upper, up
 from holdfast.linalg.squarings import thin_gram_norm
+from holdfast.usage import give_back_memory
 
 if TYPE_CHECKING:
     from holdfast.layers.attention.piece import Attention
@@ -121,9 +122,13 @@ class LocalAttention(LocalExpansion):
         self._q2, self._k2, self._v2 = self._projected(H)
         some = self._some_pairs()
         s = torch.cat([self._logits_along(pairs) for pairs in some])
+        give_back_memory()
         self._sizes(s)
-        self._P2 = centred(self._p, self._s1[self.directions.first] * self._s1[self.directions.second] + s)
-        del s
+        give_back_memory()
+        for pairs in some:  # in place: probabilities instead of logits
+            i, j = self.directions.first[pairs], self.directions.second[pairs]
+            s[pairs] = centred(self._p, self._s1[i] * self._s1[j] + s[pairs])
+        self._P2 = s
         return torch.cat([self._out(self._means_along(pairs), H[pairs]) for pairs in some])
 
     def _logits_along(self, pairs: Tensor) -> Tensor:
@@ -165,6 +170,8 @@ class LocalAttention(LocalExpansion):
             for k, root in enumerate(roots):
                 quadratics[k].append(forms.of_rows((root[..., i, :, None, None] * full).flatten(-3, -2)) / 4)
             quadratics[2].append(thin_gram_norm(full) / 2)
+        del full
+        give_back_memory()
         *quadratic, alone = (torch.stack(row, 2) for row in quadratics)
         linear = [forms.of_rows(root.unsqueeze(-1) * rows) for root in roots]
         self._logits, self._bends = (
@@ -222,17 +229,22 @@ class LocalAttention(LocalExpansion):
 
     def _form(self, jets: Tensor, metric: Tensor | None, k: int) -> Tensor:
         """Of vectors (t, b, h, n, k) in a metric: Σ over all but one index of the directions."""
-        full = jets if k == 1 else self.directions.full(jets)
-        rows = full.movedim(0, -1) if k == 1 else full.permute(2, 3, 4, 5, 1, 0)  # (b, h, n, k, [p,] p)
+        tokens = torch.split(jets, 1, -2)  # one by one: all directions of all tokens are large
+        rows = (self._of_all(token, k) for token in tokens)
         if metric is None:
-            flat = rows if k == 1 else rows.flatten(-3, -2)
-            return forms.of_rows(flat)
+            return torch.cat([forms.of_rows(flat.flatten(3, -2)) for flat in rows], 2)
         factor = torch.linalg.qr(self._outer.mT, mode="r").R  # (h, k, k): RᵀR is the metric, up to `off`
         off = frobenius_upper(metric - factor.mT @ factor) + 1e-12 * frobenius_upper(self._outer).square()
-        turned = torch.einsum("hck,bhnk...->bhnc...", factor, rows)
-        flat = turned if k == 1 else turned.flatten(-3, -2)
-        missed = (off.reshape(-1, 1) * rows.flatten(3).square().sum(-1)).sqrt()
-        return up(forms.of_rows(flat), 1e-10) + forms.unit(flat, missed)
+        parts = []
+        for row in rows:
+            flat = torch.einsum("hck,bhnk...->bhnc...", factor, row).flatten(3, -2)
+            missed = (off.reshape(-1, 1) * row.flatten(3).square().sum(-1)).sqrt()
+            parts.append(up(forms.of_rows(flat), 1e-10) + forms.unit(flat, missed))
+        return torch.cat(parts, 2)
+
+    def _of_all(self, jets: Tensor, k: int) -> Tensor:
+        """(t, b, h, n, k) along pairs or directions as (b, h, n, k, [p,] p)."""
+        return jets.movedim(0, -1) if k == 1 else self.directions.full(jets).permute(2, 3, 4, 5, 1, 0)
 
     def _mean(self, A: Tensor) -> Tensor:
         """(b, h, j, p, p) to (b, h, i, p, p): the mean over the keys of every row."""
@@ -344,16 +356,19 @@ class LocalAttention(LocalExpansion):
         p, s1 = self._p, self._s1
         g = p * centred(self._p, m @ self._v.mT)  # (j, b, h, i, j)
         seen = torch.einsum("jbhik,tbhlk->jtbhil", m, self._v1)
-        left = torch.cat([(g.unsqueeze(1) * s1).flatten(-3, -1), (p * seen).flatten(-3, -1)], -1)
-        i, j = self.directions.first, self.directions.second
-        right = torch.cat([(self._P2 - 2 / 3 * s1[i] * s1[j]).flatten(-3, -1), self._P2.flatten(-3, -1)], -1)
-        Z = left.movedim(2, 1) @ right.movedim(0, 1).mT
+        by_score = _side_by_side([g.unsqueeze(1) * s1, p * seen]).movedim(2, 1)
         by_value = torch.einsum("tbhil,jbhik->jtbhlk", p * s1, m)
         by_key = torch.einsum("jbhil,tbhik->jtbhlk", g, self._q1)
         by_query = torch.einsum("jbhil,tbhlk->jtbhik", g, self._k1)
-        left = torch.cat([x.flatten(-3, -1) for x in (by_value, by_key, by_query)], -1)
-        right = torch.cat([x.flatten(-3, -1) for x in (self._v2, self._k2, self._q2)], -1)
-        return Z + left.movedim(2, 1) @ right.movedim(0, 1).mT
+        by_token = _side_by_side([by_value, by_key, by_query]).movedim(2, 1)
+        return torch.cat([self._twist_along(pairs, by_score, by_token) for pairs in self._some_pairs()], -1)
+
+    def _twist_along(self, pairs: Tensor, by_score: Tensor, by_token: Tensor) -> Tensor:
+        """(j, b, p, pairs) for some pairs."""
+        i, j, P2 = self.directions.first[pairs], self.directions.second[pairs], self._P2[pairs]
+        scores = _side_by_side([P2 - 2 / 3 * self._s1[i] * self._s1[j], P2])
+        tokens = _side_by_side([self._v2[pairs], self._k2[pairs], self._q2[pairs]])
+        return by_score @ scores.movedim(0, 1).mT + by_token @ tokens.movedim(0, 1).mT
 
     def forget(self) -> None:
         del self._q2, self._k2, self._v2, self._P2
@@ -408,3 +423,8 @@ def _beside(x: Tensor, p: Tensor) -> Tensor:
     """x_j + Σ_j p_ij x_j, (b, h, n) to (b, h, i, j): bounds x_j minus its mean."""
     row = x.unsqueeze(-2)
     return row + (p * row).sum(-1, keepdim=True)
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    """Parts (…, h, n, k) as one long last axis."""
+    return torch.cat([x.flatten(-3, -1) for x in parts], -1)

@@ -20,6 +20,7 @@ from holdfast.linalg.directions import Directions
 from holdfast.linalg.graded import Graded
 from holdfast.linalg.rounding import down, frobenius_upper, up
 from holdfast.linalg.squarings import gram_norm, thin_gram_norm
+from holdfast.usage import give_back_memory
 
 
 @final
@@ -79,6 +80,7 @@ class LocalPerceptron(LocalExpansion):
     def _second(self, H: Tensor) -> Tensor:
         self._h2 = H @ self._w1
         self._sizes()
+        give_back_memory()
         return torch.cat([self._out(self._along(pairs, *self._slopes[:2]), H[pairs]) for pairs in self._some_pairs()])
 
     def _along(self, pairs: Tensor, slope: Tensor, bend: Tensor) -> Tensor:
