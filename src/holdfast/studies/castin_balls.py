@@ -73,7 +73,7 @@ class CastinBallStudy(Study[BallParameters]):
     name = "castin-ball"
     title = "The √n bound on balls, masked and not, against adversarial tokens over n and R"
     paper = "castin2024"
-    minutes = 4
+    minutes = 2
     memory = 1
     parameters = BallParameters
     kinds: ClassVar = {"head": BallGrowth}
@@ -167,7 +167,7 @@ def _lowers(head: BallGrowth) -> tuple[list[float], list[float]]:
 def draw_balls(heads: Sequence[BallGrowth]) -> Figure:
     """Bounds and slopes over n, a column for each R, full attention above, masked below; ranges over the heads."""
     radii = sorted({head.radius for head in heads})
-    figure = new_figure(2.4 * len(radii) + 0.4, 4.6)
+    figure = new_figure(7.0, 4.6)
     panels = figure.subplots(2, len(radii), sharex=True, squeeze=False)
     curves = (("bound", "paper's bound"), ("sharp", "our bound"), ("attained", "adversarial tokens"))
     for (row, masked), (column, radius) in itertools.product(enumerate((False, True)), enumerate(radii)):
@@ -176,7 +176,10 @@ def draw_balls(heads: Sequence[BallGrowth]) -> Figure:
         for colour, (key, label) in zip(PALETTE, (*curves, ("promised", "paper's lower bound")), strict=False):
             draw_range(panel, own[0].tokens, [getattr(head, key) for head in own], color=colour, label=label)
         values = torch.tensor([head.ascended for head in own])
-        panel.plot(own[0].tokens[: values.shape[1]], values.mean(0), "k.", label="gradient ascent")
+        mean = values.mean(0)
+        reach = torch.stack([mean - values.amin(0), values.amax(0) - mean]).numpy()
+        at = own[0].tokens[: len(mean)]
+        panel.errorbar(at, mean, reach, fmt="k.", capsize=2, linewidth=1, label="gradient ascent")
         panel.set(xscale="log", yscale="log", title=f"{'masked' if masked else 'full'}, R = {radius:g}")
         panel.grid(alpha=0.25)
         if row:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -21,7 +22,7 @@ from holdfast.attention import AttentionJacobian, AttentionLayer
 from holdfast.attention.large_radius import large_radius_limit
 from holdfast.attention.measure import WeightedJacobian, on_measure
 from holdfast.bounds.token_radius import layer_norm_radius, rms_norm_radius
-from holdfast.report.style import PALETTE, new_figure
+from holdfast.report.style import BLUE, VERMILION, new_figure
 from holdfast.studies.castin_heads import single_head
 from holdfast.studies.processes import Tell
 from holdfast.studies.statements import Statement, judged, statement_page, statement_table, to_json
@@ -331,14 +332,15 @@ def local_statement(row: LocalRatios) -> Statement:
 
 
 def draw_ratios(rows: Sequence[LocalRatios]) -> Figure:
-    """The ratios of every statement, sorted."""
-    figure = new_figure(5.5, 4.2)
+    """The ratios of every statement: a point for each draw, and the median."""
+    figure = new_figure(5.5, 0.8 + 0.28 * len(rows))
     panel = figure.subplots()
-    for colour, row in zip(PALETTE, rows, strict=False):
-        share = torch.linspace(0, 100, len(row.ratios))
-        panel.plot(share, sorted(row.ratios), color=colour, label=f"{row.name}: {CLAIMS[row.name].evidence}")
-    panel.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
-    panel.set(yscale="log", xlabel="% of the draws", ylabel="ratio")
+    for place, row in enumerate(rows):
+        panel.plot(row.ratios, [place] * len(row.ratios), "|", color=BLUE, markersize=9, alpha=0.5)
+        panel.plot(statistics.median(row.ratios), place, "D", color=VERMILION, markersize=4)
+    panel.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
+    panel.set(xscale="log", xlabel="ratio, one line for each draw, and the median")
+    panel.set_yticks(range(len(rows)), [f"{row.name}: {CLAIMS[row.name].evidence}" for row in rows])
+    panel.invert_yaxis()
     panel.grid(alpha=0.25)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure

@@ -81,7 +81,7 @@ class CastinMeasures(Study[MeasureParameters]):
     name = "castin-mean-field"
     title = "Mean-field constants against two Dirac masses over R, and the masked constant"
     paper = "castin2024"
-    minutes = 2
+    minutes = 1
     memory = 1
     parameters = MeasureParameters
     kinds: ClassVar = {"head": MeasureGrowth, "flat": CesaroNorm}

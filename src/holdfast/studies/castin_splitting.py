@@ -64,7 +64,7 @@ class CastinSplitting(Study[SplitParameters]):
     name = "castin-splitting"
     title = "Mass splitting: how much steeper attention is when tokens may be divided before they move"
     paper = "castin2024"
-    minutes = 2
+    minutes = 1
     memory = 1
     parameters = SplitParameters
     kinds: ClassVar = {"draws": SplitDraws, "example": SplitExample}

@@ -95,7 +95,7 @@ def _shares(study: GridStudy, one: CertifiedNetwork, form: str, between: str) ->
 def draw_grid(study: GridStudy, results: Sequence[CertifiedNetwork]) -> Figure:
     """Certified accuracy against radius: small multiples, with a colour for each of the networks that share a panel."""
     columns, rows = (sorted({key(one) for one in results}) for key in (_column, _row))
-    figure = new_figure(2.0 * len(columns) + 0.6, (1.5 if len(rows) > 2 else 2.2) * len(rows) + 0.9)
+    figure = new_figure(7.0, (1.3 if len(rows) > 2 else 2.2) * len(rows) + 0.9)
     panels = figure.subplots(len(rows), len(columns), sharex=True, sharey=True, squeeze=False)
     kinds = sorted({_kind(one) for one in results})
     widths = np.linspace(*_WIDTHS, len(kinds))[::-1]

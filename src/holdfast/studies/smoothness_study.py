@@ -69,7 +69,7 @@ def table(name: str, cells: Sequence[BatchConstants], curves: Sequence[Reference
 def draw_constants(name: str, cells: Sequence[BatchConstants], curves: Sequence[ReferenceCurve]) -> Figure:
     """The scatter with the curves beside it, and the exponents with their intervals."""
     layers = len(cells[0].constants)
-    figure = new_figure(8, 4.2)
+    figure = new_figure(7.0, 4.0)
     scatter, exponents = figure.subplots(1, 2, width_ratios=(1.55, 1))
     colours = ListedColormap(colormaps["viridis"](np.linspace(0, 0.92, layers)))
     _plot_constants(scatter, cells, colours)
@@ -80,7 +80,7 @@ def draw_constants(name: str, cells: Sequence[BatchConstants], curves: Sequence[
     bar = figure.colorbar(ScalarMappable(norm, colours), ax=exponents, ticks=range(0, layers, step), pad=0.02)
     bar.set_label("layer")
     bar.ax.minorticks_off()
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize="small")
+    figure.legend(handles=handles, loc="outside lower center", ncols=2 if PUBLISHED.get(name) else 4, frameon=False)
     figure.suptitle(SOURCES[name].title)
     return figure
 
@@ -189,7 +189,7 @@ class Smoothness(Study[SmoothnessParameters]):
     name = "smoothness"
     title = "Local Lipschitz constants of language models' attention layers against sequence length"
     paper = "castin2024"
-    minutes = 120
+    minutes = 75
     memory = 6
     parameters = SmoothnessParameters
     kinds: ClassVar = {"batch": BatchConstants, "curves": ReferenceCurves}

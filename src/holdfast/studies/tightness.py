@@ -147,7 +147,7 @@ def draw_ratios(measurements: Sequence[LayerTightness]) -> Figure:
     """Ratio minus one over eps, mean and range over the layers: a panel for each regime, a row for all positions."""
     groups = _by_regime(measurements)
     lines = len({regime.positions for regime in groups})
-    figure = new_figure(2.6 * len(groups) / lines, 0.8 + 2.2 * lines)
+    figure = new_figure(7.0, 0.8 + 1.8 * lines)
     grid = figure.subplots(lines, len(groups) // lines, sharey=True, squeeze=False)
     panels = grid.flatten().tolist()
     names = list(next(iter(groups.values()))[0].ratios)
@@ -164,7 +164,7 @@ def draw_ratios(measurements: Sequence[LayerTightness]) -> Figure:
         panel.set_xlabel("eps")
     for panel in grid[:, 0]:
         panel.set_ylabel("bound / attack - 1")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=8, frameon=False)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     return figure
 
 
