@@ -487,8 +487,10 @@ def test_cells_are_measured(cells: list[repro.PenaltyOutcome]) -> None:
 
 
 def test_tables_and_figure(cells: list[repro.PenaltyOutcome]) -> None:
-    (table,) = repro.tables(cells)
-    assert table.row_count == 2
+    plain, ratio = repro.summary([*cells, replace(cells[0], accuracy=cells[0].accuracy - 0.02)])
+    assert (plain["seeds"], plain["means"][0]) == (2, pytest.approx(100 * cells[0].accuracy - 1))
+    assert (plain["stds"][0], ratio["stds"][0]) == (pytest.approx(2**0.5), None)
+    assert ratio["means"][3] == max(cells[1].lipschitz)
     assert len(repro.draw_outcomes(cells).axes) == 3
 
 

@@ -72,6 +72,10 @@ def test_adversarial_points_are_in_the_ball_and_raise_the_loss() -> None:
     assert float((moved - data.inputs).flatten(1).norm(dim=1).max()) <= 0.5 * (1 + 1e-5)
     loss = torch.nn.functional.cross_entropy
     assert loss(model(moved), data.labels) > loss(model(data.inputs), data.labels)
+    inside = ascended(model, data.inputs, data.labels, 0.5, 5, box=(0.0, 1.0))
+    assert moved.min() < 0 == inside.min()
+    assert moved.max() > 1 == inside.max()
+    assert float((inside - data.inputs).flatten(1).norm(dim=1).max()) <= 0.5 * (1 + 1e-5)
 
 
 def test_a_network_comes_back_from_its_file(tmp_path: Path) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.table import Table
+from matplotlib.lines import Line2D
 from torch import Tensor, nn
 
 from holdfast import api
@@ -19,7 +19,9 @@ from holdfast.attention import AttentionLayer
 from holdfast.data.digits import MAX_PIXEL, Digits
 from holdfast.errors import HoldfastError
 from holdfast.models.digits import DigitsViT
-from holdfast.report.style import draw_range, new_figure
+from holdfast.report.style import GREY, PALETTE, draw_range, new_figure
+from holdfast.studies.ascent import ascended
+from holdfast.studies.penalties import over_seeds, seeds_page, seeds_table
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 from holdfast.train import JaSMin
@@ -31,6 +33,7 @@ BATCH, LEARNING_RATE, WEIGHT_DECAY = 64, 4e-3, 0.3
 ATTACK_STEPS = 30
 PROBED = 64  # test digits on which the attention is measured
 LEVELS = tuple(round(0.05 * i, 2) for i in range(21))  # of the quantiles
+_LOOKS = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "v"))  # of weights, from the smallest
 
 
 @final
@@ -101,7 +104,7 @@ def measure(setting: PenaltyTraining) -> PenaltyOutcome:
     seconds = time.perf_counter() - began
     attacked = []
     for radius in RADII:
-        moved = _attack(model, test.images, test.labels, radius)
+        moved = ascended(model, test.images, test.labels, radius, ATTACK_STEPS, box=(0.0, 1.0))
         attacked.append(_accuracy(model, moved, test.labels))
     lipschitz, g_1, norm_p = [], [], []
     with torch.no_grad():
@@ -115,43 +118,54 @@ def measure(setting: PenaltyTraining) -> PenaltyOutcome:
     return PenaltyOutcome(setting, accuracy, attacked, lipschitz, _quantiles(g_1), _quantiles(norm_p), seconds)
 
 
-def tables(cells: Sequence[PenaltyOutcome]) -> list[Table]:
-    """Mean over the seeds, with the least and the largest."""
-    table = Table(title="small ViT on digits: mean over seeds (least to largest)", title_justify="left")
-    table.add_column("training")
-    names = ("accuracy %", *(f"attacked, l2 {radius:g} %" for radius in RADII))
-    for name in (*names, "largest local constant", "median g_1", "median ‖P‖"):
-        table.add_column(name, justify="right")
-    half = LEVELS.index(0.5)
-    for title, group in _by_title(cells).items():
-        columns = [[100 * cell.accuracy for cell in group]]
-        columns += [[100 * cell.attacked[i] for cell in group] for i in range(len(RADII))]
-        numbers = [_spread(column, ".1f") for column in columns]
-        numbers.append(_spread([max(cell.lipschitz) for cell in group], ".3g"))
-        numbers += [f"{_mean([cell.g_1 for cell in group])[half]:.2g}"]
-        numbers += [f"{_mean([cell.norm_p for cell in group])[half]:.3g}"]
-        table.add_row(title, *numbers)
-    return [table]
+def summary(outcomes: Sequence[PenaltyOutcome]) -> list[dict[str, Any]]:
+    """Mean and standard deviation over the seeds of every column."""
+    groups = {name: [_columns(one) for one in group] for name, group in _by_title(outcomes).items()}
+    return over_seeds(groups)
 
 
-def draw_outcomes(cells: Sequence[PenaltyOutcome]) -> Figure:
-    """Robustness against smoothness, and the distributions of g_1 and ‖P‖ over heads, with their range over seeds."""
-    figure = new_figure(10, 3.6)
-    scatter, g_1, norm_p = figure.subplots(1, 3)
-    for title, group in _by_title(cells).items():
-        style = {"color": "black", "linewidth": 2.5} if title == "plain" else {"linewidth": 1.2}
-        colour = draw_range(g_1, LEVELS, [cell.g_1 for cell in group], label=title, **style)
-        draw_range(norm_p, LEVELS, [cell.norm_p for cell in group], **style | {"color": colour})
-        points = [(max(cell.lipschitz), 100 * cell.attacked[-1]) for cell in group]
-        scatter.plot(*zip(*points, strict=True), "o", color=colour, label=title)
-    scatter.set(xscale="log", xlabel="largest local constant of a layer", ylabel=f"% right under l2 {RADII[-1]:g}")
-    g_1.set(yscale="log", xlabel="quantile", ylabel="largest $g_1$ of a head", title="softmax norm over heads")
-    norm_p.set(xlabel="quantile", ylabel="‖P‖", title="norm of the probabilities over heads")
-    for panel in (scatter, g_1, norm_p):
-        _grid(panel)
-    figure.legend(
-        *g_1.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, fontsize="small"
-    )
+def _columns(one: PenaltyOutcome) -> list[float]:
+    shares = [100 * share for share in (one.accuracy, *one.attacked)]
+    quantiles = [values[LEVELS.index(level)] for values in (one.g_1, one.norm_p) for level in _SHOWN]
+    return [*shares, max(one.lipschitz), *quantiles]
+
+
+_SHOWN = {0.5: "median", 0.95: "95 %"}
+_COLUMNS = {
+    **dict.fromkeys(("accuracy %", *(f"attacked, l2 {radius:g} %" for radius in RADII)), ".1f"),
+    "largest local constant": ".2f",
+    **{f"{norm}, {name}": ".3f" for norm in ("g_1", "‖P‖") for name in _SHOWN.values()},
+}
+
+
+def draw_outcomes(outcomes: Sequence[PenaltyOutcome]) -> Figure:
+    """Robustness against smoothness, and the distributions of g_1 and ‖P‖ over heads, with their range over seeds.
+
+    A colour for each k; a style of line and a mark for each weight.
+    """
+    figure = new_figure(7.0, 3.2)
+    robust, *norms = figure.subplots(1, 3)
+    settings = [one.setting for one in outcomes]
+    ks, weights = (sorted({getattr(one, key) for one in settings if one.k is not None}) for key in ("k", "weight"))
+    colours = {**dict(zip(ks, itertools.cycle(PALETTE), strict=False)), None: "black"}
+    looks = {**dict(zip(weights, itertools.cycle(_LOOKS), strict=False)), 0.0: ("-", "D")}
+    for group in _by_title(outcomes).values():
+        k, weight = group[0].setting.k, group[0].setting.weight
+        (line, mark), style = looks[weight], {"color": colours[k], "linewidth": 2 if k is None else 1}
+        for panel, key in zip(norms, ("g_1", "norm_p"), strict=True):
+            draw_range(panel, LEVELS, [getattr(one, key) for one in group], line, **style)
+        points = [(max(one.lipschitz), 100 * one.attacked[-1]) for one in group]
+        robust.plot(*zip(*points, strict=True), mark, color=colours[k], markersize=4)
+    robust.set(xlabel="largest local constant of a layer", ylabel=f"% right under l2 {RADII[-1]:g}")
+    for panel, label in zip(norms, ("largest $g_1$ of a head", "‖P‖ of a head"), strict=True):
+        panel.set(xlabel="quantile", ylabel=label)
+    for panel in (robust, *norms):
+        panel.grid(alpha=0.25)
+    shown = [Line2D([], [], color=c, label="plain" if k is None else f"k = {k}") for k, c in colours.items()]
+    for weight in weights:
+        line, mark = looks[weight]
+        shown.append(Line2D([], [], color=GREY, linestyle=line, marker=mark, markersize=4, label=f"weight {weight:g}"))
+    figure.legend(handles=shown, loc="outside lower center", ncols=7, frameon=False, columnspacing=1.2)
     return figure
 
 
@@ -177,25 +191,6 @@ def _train(setting: PenaltyTraining, data: Digits) -> DigitsViT:
     return model.eval().requires_grad_(False)
 
 
-def _attack(model: nn.Module, images: Tensor, labels: Tensor, radius: float) -> Tensor:
-    """Projected gradient ascent on the cross entropy, in the l2 ball and in [0, 1]; the last point is kept."""
-    moved = images
-    for _ in range(ATTACK_STEPS):
-        at = moved.detach().requires_grad_()
-        loss = nn.functional.cross_entropy(model(at), labels, reduction="sum")
-        (gradient,) = torch.autograd.grad(loss, at)
-        step = 2.5 * radius / ATTACK_STEPS
-        change = moved + step * gradient / _length(gradient).clamp(min=1e-12) - images
-        # The box keeps the ball: every pixel comes nearer to the image's own.
-        moved = (images + change * (radius / _length(change)).clamp(max=1)).clamp(0, 1)
-    return moved
-
-
-def _length(images: Tensor) -> Tensor:
-    length: Tensor = torch.linalg.vector_norm(images, dim=(-2, -1), keepdim=True)
-    return length
-
-
 def _accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     right: Tensor = model(images).argmax(-1) == labels
     return right.double().mean().item()
@@ -212,19 +207,6 @@ def _by_title(cells: Sequence[PenaltyOutcome]) -> dict[str, list[PenaltyOutcome]
     for cell in cells:
         groups.setdefault(cell.setting.title, []).append(cell)
     return groups
-
-
-def _mean(rows: Sequence[Sequence[float]]) -> list[float]:
-    return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    mean, least, largest = (format(v, form) for v in (sum(values) / len(values), min(values), max(values)))
-    return f"{mean} ({least} to {largest})" if len(values) > 1 else mean
-
-
-def _grid(panel: Axes) -> None:
-    panel.grid(which="major", alpha=0.25)
 
 
 @final
@@ -265,5 +247,7 @@ class JasminStudy(Study[JasminParameters]):
 
     def show(self, parameters: JasminParameters, records: Records) -> StudyOutput:
         outcomes = records.of("training")
-        summary = {"radii": RADII, "levels": LEVELS}
-        return StudyOutput(summary, tables(outcomes), {"": draw_outcomes(outcomes)})
+        rows = summary(outcomes)
+        table = seeds_table("small ViT on digits: mean ± standard deviation over seeds", _COLUMNS, rows)
+        content = {"radii": RADII, "levels": LEVELS, "columns": list(_COLUMNS), "trainings": rows}
+        return StudyOutput(content, [table], {"": draw_outcomes(outcomes)}, seeds_page(_COLUMNS, rows))
