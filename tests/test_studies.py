@@ -172,6 +172,13 @@ def test_statements_follow_the_numbers() -> None:
     assert steep[1].judgement == "refuted"  # 2 e^½ + ½ is less than 3.9
 
 
+def test_bounds_of_the_eigenvalues_of_softmax_are_above_them(tmp_path: Path) -> None:
+    for row in carry_out("yudin-softmax", tmp_path).read().of("rows"):
+        assert row.g_1[0] - 1e-9 <= row.looseness[0] <= row.g_1[2] + 1e-9
+        assert len(row.looseness) == row.largest_k
+        assert all(ratio >= 1 - 1e-9 for ratio in row.looseness if ratio is not None)
+
+
 # -- verdicts
 
 

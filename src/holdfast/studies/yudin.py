@@ -7,6 +7,7 @@ Jacobian that they build on it, against the true norm, on random layers and on t
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -47,6 +48,7 @@ class SoftmaxNorms:
         sharper: whether our bound is nowhere above g_1.
         excess: the largest of λ_k / g_k over the rows and k up to `largest_k`.
         largest_k: as many eigenvalues are compared.
+        looseness: the median of g_k / λ_k for each of these k; None where the eigenvalues are too small to be known.
         falling: whether g_1 ≥ g_2 ≥ … in every row.
     """
 
@@ -60,6 +62,7 @@ class SoftmaxNorms:
     sharper: bool
     excess: float
     largest_k: int
+    looseness: list[float | None]
     falling: bool
 
 
@@ -111,6 +114,7 @@ class YudinSoftmax(Study[SoftmaxParameters]):
         # eigvalsh errs by some n 2⁻⁵³: only eigenvalues from here on are known to the 1e-9 that the verdict asks for.
         told = eigenvalues[:, :largest] > n * 1e-7
         excess = (eigenvalues[:, :largest] / bounds)[told].amax().item() if bool(told.any()) else 0.0
+        ratios = (bounds / eigenvalues[:, :largest]).where(told, math.nan).nanmedian(0).values.tolist()
         falling = bool((bounds[:, 1:] <= bounds[:, :-1]).all())
         return SoftmaxNorms(
             n=n,
@@ -123,6 +127,7 @@ class YudinSoftmax(Study[SoftmaxParameters]):
             sharper=bool((u_2 <= g_1 * (1 + 1e-9)).all()),
             excess=excess,
             largest_k=largest,
+            looseness=[None if math.isnan(ratio) else ratio for ratio in ratios],
             falling=falling,
         )
 
@@ -170,23 +175,28 @@ def _spread(ratios: Tensor) -> list[float]:
 
 
 def draw_softmax(rows: Sequence[SoftmaxNorms]) -> Figure:
-    """The norm over the deviation of the logits, and how far g_1 and our bound are above it; a colour for each n."""
+    """The norm over the deviation of the logits, and how far g_1, our bound and other g_k are above what they bound."""
     figure = new_figure(7.0, 3.2)
-    norms, ratios = figure.subplots(1, 2)
-    for colour, n in zip(PALETTE, sorted({row.n for row in rows}), strict=False):
+    norms, ratios, others = figure.subplots(1, 3)
+    for colour, n in zip(itertools.cycle(PALETTE), sorted({row.n for row in rows}), strict=False):
         own = sorted((row for row in rows if row.n == n), key=lambda row: row.deviation)
         at = [row.deviation for row in own]
-        low, middle, high = zip(*(row.norm for row in own), strict=True)
-        norms.plot(at, middle, color=colour, label=f"n = {n}")
+        low, half, high = zip(*(row.norm for row in own), strict=True)
+        norms.plot(at, half, color=colour, label=f"n = {n}")
         norms.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
         for key, style in (("g_1", "-"), ("u_2", "--")):
             ratios.plot(at, [getattr(row, key)[1] for row in own], style, color=colour)
+        for k, style in ((2, "-"), (8, "--")):
+            loose = [(row.deviation, row.looseness[k - 1] or math.nan) for row in own if row.largest_k >= k]
+            others.plot([x for x, _ in loose], [ratio for _, ratio in loose], style, color=colour)
     norms.axhline(0.5, color="black", linewidth=0.8, linestyle=":")
-    norms.set(xscale="log", yscale="log", xlabel="deviation of the logits", ylabel="‖M(p)‖, median and 10 to 90 %")
-    ratios.set(xscale="log", xlabel="deviation of the logits", ylabel="bound / norm: $g_1$ (–), ours (- -)")
-    norms.legend(frameon=False)
-    for panel in (norms, ratios):
+    norms.set(xscale="log", yscale="log", title="‖M(p)‖, 10, 50, 90 %")
+    ratios.set(xscale="log", title="$g_1$ (–), ours (- -) / ‖M(p)‖")
+    others.set(xscale="log", yscale="log", title="$g_2/λ_2$ (–), $g_8/λ_8$ (- -), median")
+    for panel in (norms, ratios, others):
+        panel.set_xlabel("deviation of the logits")
         panel.grid(alpha=0.25)
+    figure.legend(*norms.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     return figure
 
 
@@ -365,7 +375,7 @@ def jacobian_statements(layers: Sequence[LayerJacobian]) -> list[Statement]:
 def draw_jacobians(layers: Sequence[LayerJacobian]) -> Figure:
     """Bound / norm, mean and range over inputs: over the temperature of random layers, and the layers of models."""
     sources = list(dict.fromkeys(one.source for one in layers))
-    figure = new_figure(2.6 * len(sources) + 0.3, 3.2)
+    figure = new_figure(7.0, 3.0)
     panels = figure.subplots(1, len(sources), sharey=True, squeeze=False)[0]
     for panel, source in zip(panels, sources, strict=True):
         own = [one for one in layers if one.source == source]
@@ -382,5 +392,5 @@ def draw_jacobians(layers: Sequence[LayerJacobian]) -> Figure:
             panel.set_xscale("log")
         panel.grid(alpha=0.25)
     panels[0].set_ylabel("bound / ‖DF(X)‖")
-    panels[0].legend(frameon=False)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return figure
