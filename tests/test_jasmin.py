@@ -24,6 +24,7 @@ from holdfast.cli.repro import app
 from holdfast.extras import require
 from holdfast.models import DigitsViT
 from holdfast.studies import jasmin as repro
+from holdfast.studies.penalties import variants
 
 
 def literal(p: Tensor, k: int) -> Tensor:
@@ -471,6 +472,12 @@ def cells() -> list[repro.PenaltyOutcome]:
         patch.setattr(repro, "ATTACK_STEPS", 3)
         patch.setattr(repro, "PROBED", 8)
         return [repro.measure(setting) for setting in repro.settings(1, 1, [2], [0.1])]
+
+
+def test_a_penalty_that_is_always_0_is_refused_before_any_training() -> None:
+    for asked in (lambda: repro.settings(1, 1, [0, 1], [0.1]), lambda: variants([1], [0.1], [])):
+        with pytest.raises(InputError, match=r"k is 1; .* is always 0"):
+            asked()
 
 
 def test_cells_are_measured(cells: list[repro.PenaltyOutcome]) -> None:

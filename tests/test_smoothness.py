@@ -274,7 +274,7 @@ def test_one_length_has_no_fit(prepared: list[str], tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("--lengths", "1,2"), "--lengths is (1, 2); expected whole numbers from 2 on"),
+        (("--lengths", "1,2"), "--lengths has 1; expected at least 2"),
         (("--models", "minilm,bort"), "unknown model 'bort': did you mean 'bert'?"),
         (("--models", "minilm", "--lengths", "300"), "the text has 320 tokens; 4 sequences of 300 need more"),
     ],

@@ -397,6 +397,7 @@ def test_the_list(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         ("--shape 4,4", "--shape is (4, 4); expected tokens, width and heads"),
         ("--shape a,b,c", "--shape has 'a'; expected whole numbers"),
         ("--eps 0.1,x", "eps of the parameters of tightness is 'x'; expected float"),
+        ("--eps 0.1,0", "--eps has 0.0; expected at least 1e-06"),
         ("--parameters none.toml", "no file 'none.toml'; expected a TOML file with parameters"),
         ("--redraw", "give the options that it was made with, or no --redraw"),
     ],

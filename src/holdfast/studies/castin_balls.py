@@ -57,7 +57,7 @@ class BallGrowth:
 class BallParameters:
     """What `repro castin-ball` takes."""
 
-    tokens: tuple[int, ...] = option((2, 4, 8, 16, 32, 64, 128, 256, 512), "Numbers of tokens.")
+    tokens: tuple[int, ...] = option((2, 4, 8, 16, 32, 64, 128, 256, 512), "Numbers of tokens.", least=2)
     radii: tuple[float, ...] = option((1.0, 2.0, 3.0), "R, one for each panel.", grid=True)
     seeds: int = option(3, "Number of heads.", grid=True, least=1)
     width: int = option(4, "Width of a token.", least=1)

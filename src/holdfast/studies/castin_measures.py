@@ -69,7 +69,7 @@ class MeasureParameters:
     width: int = option(4, "Width of a token.", least=1)
     norm: float = option(0.5, "‖A‖.")
     tokens: tuple[int, ...] = option(
-        (2, 10, 100, 1000), "Numbers of tokens for causal attention without scores.", grid=True
+        (2, 10, 100, 1000), "Numbers of tokens for causal attention without scores.", grid=True, least=1
     )
 
 

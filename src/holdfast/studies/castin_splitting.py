@@ -53,7 +53,9 @@ class SplitParameters:
 
     draws: int = option(200, "Random heads and tokens for each scale.", least=1)
     scales: tuple[float, ...] = option((1.0, 2.0, 4.0), "Scales of the tokens.", grid=True)
-    reaches: tuple[float, ...] = option((2.0, 5.0, 10.0, 30.0, 100.0), "r of (1 - r⁻²)δ_0 + r⁻²δ_{-r}.", grid=True)
+    reaches: tuple[float, ...] = option(
+        (2.0, 5.0, 10.0, 30.0, 100.0), "r of (1 - r⁻²)δ_0 + r⁻²δ_{-r}.", grid=True, least=1.1
+    )
 
 
 @final

@@ -25,7 +25,7 @@ from holdfast.studies.penalties import over_seeds, seeds_page, seeds_table
 from holdfast.studies.processes import Tell
 from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, option, register_study
 from holdfast.train import JaSMin
-from holdfast.train.jasmin import row_penalties
+from holdfast.train.jasmin import check_options, row_penalties
 
 RADII = (0.25, 0.5)  # l2 on pixels in [0, 1]; a digit has a norm of about 4.5
 TEST_SIZE = 360
@@ -77,6 +77,8 @@ class PenaltyOutcome:
 
 def settings(seeds: int, epochs: int, ks: Sequence[int], weights: Sequence[float]) -> list[PenaltyTraining]:
     """Without the penalty, then every k and weight; seed by seed, so that an interrupted run can be compared."""
+    for k in ks:
+        check_options(k, "mean")
     variants = [(None, 0.0), *((k, weight) for k in ks for weight in weights)]
     return [PenaltyTraining(k, weight, seed, epochs) for seed in range(seeds) for k, weight in variants]
 

@@ -48,12 +48,12 @@ class AblationParameters:
     """What `repro lofast-fig3` takes."""
 
     sizes: tuple[float, ...] = option(
-        (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0), "Frobenius norms of the perturbations.", grid=True
+        (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0), "Frobenius norms of the perturbations.", grid=True, least=0
     )
     samples: int = option(10, "Samples for each matrix and size.", least=1)
     ours: int = option(2, "How many of the samples to bound by ours, too.", least=1)
-    eps: float = option(0.1, "Radius of the bound.")
-    norm: float = option(4.0, "Frobenius norm of what enters the layer.")
+    eps: float = option(0.1, "Radius of the bound.", least=1e-6)
+    norm: float = option(4.0, "Frobenius norm of what enters the layer.", least=1e-6)
     guarantee: Guarantee = option("numerical", "Guarantee of the bounds.")
     config: str = option(CONFIG, "The network whose first attention is taken.")
     epochs: int = option(3, "Epochs of its training.", least=1)

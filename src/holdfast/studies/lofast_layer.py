@@ -19,7 +19,7 @@ from torch import Tensor
 from holdfast import api
 from holdfast.attention import AttentionLayer
 from holdfast.data import load
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, InputError
 from holdfast.layers.attention.piece import Attention
 from holdfast.layers.piece import Piece
 from holdfast.models import Transformer
@@ -65,6 +65,8 @@ def layer_and_input(
     """The first attention of the trained network, and what enters it for an image, scaled to this Frobenius norm."""
     layer, model = _first_layer(config, epochs, place)
     data = load(read_training(config).data.name, None, place.data_dir)
+    if image >= len(data):
+        raise InputError(f"image {image} is asked for, and {data.name} has {len(data)}; expected fewer --images")
     return layer, _entering(model, data.inputs[image : image + 1], norm)[0]
 
 

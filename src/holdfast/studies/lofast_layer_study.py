@@ -38,8 +38,8 @@ class LayerParameters:
     """What `repro lofast-fig1` takes."""
 
     images: int = option(3, "Number of test images.", grid=True, least=1)
-    norms: tuple[float, ...] = option((4.0,), "Frobenius norms of what enters the layer.", grid=True)
-    eps: tuple[float, ...] = option(EPS, "Radii.")
+    norms: tuple[float, ...] = option((4.0,), "Frobenius norms of what enters the layer.", grid=True, least=1e-6)
+    eps: tuple[float, ...] = option(EPS, "Radii.", least=1e-6)
     guarantee: Guarantee = option("numerical", "Guarantee of the bounds; proved ones take minutes per image.")
     config: str = option(CONFIG, "The network whose first attention is taken.")
     epochs: int = option(3, "Epochs of its training.", least=1)
@@ -51,7 +51,7 @@ class NormParameters(LayerParameters):
     """What `repro lofast-fig4` takes."""
 
     norms: tuple[float, ...] = option(
-        (1.0, 2.0, 4.0, 8.0, 16.0), "Frobenius norms of what enters the layer.", grid=True
+        (1.0, 2.0, 4.0, 8.0, 16.0), "Frobenius norms of what enters the layer.", grid=True, least=1e-6
     )
 
 

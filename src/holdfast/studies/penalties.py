@@ -17,6 +17,7 @@ from torch.nn.functional import normalize
 
 from holdfast.report.style import PALETTE, new_figure
 from holdfast.train import JaSMin
+from holdfast.train.jasmin import check_options
 
 PenaltyRecipe = Literal["plain", "jasmin", "spectral"]
 
@@ -68,6 +69,8 @@ def variants(
     ks: Sequence[int], weights: Sequence[float], spectral: Sequence[float]
 ) -> list[tuple[PenaltyRecipe, float, int]]:
     """Plain training, every k and weight of JaSMin, every weight of the spectral penalty: recipe, weight and k."""
+    for k in ks:
+        check_options(k, "mean")
     jasmin: list[tuple[PenaltyRecipe, float, int]] = [("jasmin", weight, k) for k in ks for weight in weights]
     return [("plain", 0.0, 0), *jasmin, *(("spectral", weight, 0) for weight in spectral)]
 

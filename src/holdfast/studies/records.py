@@ -16,7 +16,17 @@ from holdfast.errors import HoldfastError, InputError
 from holdfast.report.style import paper_style, save_figure
 from holdfast.storage import check_folder, make_folder, write_text
 from holdfast.studies.processes import Tell
-from holdfast.studies.study import Records, Study, StudyOutput, StudyPart, StudyPlan, Workplace, settings, studies
+from holdfast.studies.study import (
+    Records,
+    Study,
+    StudyOutput,
+    StudyPart,
+    StudyPlan,
+    Workplace,
+    check_least,
+    settings,
+    studies,
+)
 from holdfast.version import __version__
 
 SCHEMA = "holdfast.study/1"
@@ -77,6 +87,7 @@ class StudyRun:
 
     def plan(self) -> StudyPlan:
         """The parts to do."""
+        check_least(self.parameters)
         plan = self.study.plan(self.parameters, self.place)
         keys = [part.key for part in plan.parts]
         if len(set(keys)) < len(keys):

@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from rich import box
 from rich.table import Table
 
-from holdfast.errors import InputError, UnknownNameError
+from holdfast.errors import UnknownNameError
 from holdfast.report.style import GREY, PINK, VERMILION, new_figure
 from holdfast.studies.processes import Tell
 from holdfast.studies.smoothness import (
@@ -167,7 +167,7 @@ class SmoothnessParameters:
     """What `repro smoothness` takes."""
 
     models: tuple[str, ...] = option(tuple(SOURCES), "Names of language models.", grid=True)
-    lengths: tuple[int, ...] = option(LENGTHS, "Numbers of tokens.", grid=True)
+    lengths: tuple[int, ...] = option(LENGTHS, "Numbers of tokens.", grid=True, least=2)
     sequences: int = option(10, "Most sequences of each length.", grid=True, least=2)
     tokens: int = option(
         1280, "Most tokens in them together; longer sequences are fewer, at least two.", grid=True, least=1
@@ -201,8 +201,6 @@ class Smoothness(Study[SmoothnessParameters]):
         for name in parameters.models:
             if name not in SOURCES:
                 raise UnknownNameError("model", name, SOURCES)
-        if min(parameters.lengths) < 2:
-            raise InputError(f"--lengths is {parameters.lengths}; expected whole numbers from 2 on")
         for text in TEXTS:
             find_text(text, place.data_dir)
         lengths = sorted(set(parameters.lengths))

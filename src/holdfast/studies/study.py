@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, TypeVar, final
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, InputError
 from holdfast.registry import Registry
 from holdfast.studies.processes import Tell
 
@@ -32,9 +32,18 @@ def option(default: Any, text: str, *, grid: bool = False, argument: bool = Fals
         text: what it is, for the command line.
         grid: whether it only says which parts are asked for; the others are settings that every record depends on.
         argument: whether the command line takes it without a name.
-        least: the smallest number that is allowed.
+        least: the smallest number that is allowed, for each where there are several.
     """
     return field(default=default, metadata={"text": text, "grid": grid, "argument": argument, "least": least})
+
+
+def check_least(parameters: Any) -> None:
+    """Refuses numbers that are smaller than their option allows."""
+    for f in fields(parameters):
+        least, value = f.metadata["least"], getattr(parameters, f.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if least is not None and number is not None and number < least:
+                raise InputError(f"--{f.name.replace('_', '-')} has {number}; expected at least {least:g}")
 
 
 def settings(parameters: Any) -> dict[str, Any]:

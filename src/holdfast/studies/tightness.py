@@ -198,7 +198,7 @@ class TightnessParameters:
         ("none",), "How positions are encoded: none, rotary, or qwen3, a layer like its.", grid=True
     )
     seeds: int = option(3, "Number of random layers for each regime.", grid=True, least=1)
-    eps: tuple[float, ...] = option(RADII, "Radii.")
+    eps: tuple[float, ...] = option(RADII, "Radii.", least=1e-6)
     guarantee: Guarantee = option("numerical", "Guarantee of the bounds.")
 
 

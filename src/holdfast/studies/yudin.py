@@ -71,9 +71,9 @@ class SoftmaxNorms:
 class SoftmaxParameters:
     """What `repro yudin-softmax` takes."""
 
-    lengths: tuple[int, ...] = option((2, 8, 32, 128, 512), "Lengths of a row.", grid=True)
+    lengths: tuple[int, ...] = option((2, 8, 32, 128, 512), "Lengths of a row.", grid=True, least=2)
     deviations: tuple[float, ...] = option(
-        (0.1, 0.3, 1.0, 2.0, 4.0, 8.0, 16.0), "Standard deviations of the logits.", grid=True
+        (0.1, 0.3, 1.0, 2.0, 4.0, 8.0, 16.0), "Standard deviations of the logits.", grid=True, least=1e-6
     )
     rows: int = option(200, "Random rows for each.", least=1)
     seed: int = option(0, "Seed of the rows.")
@@ -245,7 +245,7 @@ class JacobianParameters:
 
     models: tuple[str, ...] = option(("digits", "minilm", "smollm2"), "digits, or names of language models.", grid=True)
     temperatures: tuple[float, ...] = option(
-        (0.05, 0.3, 1.0, 3.0, 10.0, 30.0), "Temperatures of random layers.", grid=True
+        (0.05, 0.3, 1.0, 3.0, 10.0, 30.0), "Temperatures of random layers.", grid=True, least=1e-6
     )
     inputs: int = option(4, "Inputs for every layer.", least=1)
     length: int = option(32, "Tokens per text.", least=2)
