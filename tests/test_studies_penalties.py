@@ -41,10 +41,13 @@ def test_rows_are_means_over_seeds_and_an_infinite_number_has_none() -> None:
     assert rows[0] == {"training": "plain", "seeds": 2, "means": [2.0, 5.0], "stds": [pytest.approx(2**0.5), 0.0]}
     assert rows[1]["means"] == [2.0, None]
     assert rows[1]["stds"] == [0.0, None]
-    lines = seeds_page({"a": ".1f", "b": ".0f"}, rows).splitlines()
+    lines = seeds_page({"a": ".1f", "b": ".0f"}, rows).replace("\N{NO-BREAK SPACE}", " ").splitlines()
     assert lines[2:] == ["| plain | 2 | 2.0 ± 1.4 | 5 ± 0 |", "| JaSMin | 2 | 2.0 ± 0.0 | none |"]
     alone = over_seeds({"plain": [[1.0, math.inf]]})  # one seed has no deviation
     assert seeds_page({"a": ".1f", "b": ".0f"}, alone).splitlines()[2] == "| plain | 1 | 1.0 | none |"
+    long = over_seeds({"plain": [[float(i) for i in range(5)]]})
+    tables = seeds_page(dict.fromkeys("abcde", ".0f"), long).split("\n\n")
+    assert [table.splitlines()[2] for table in tables] == ["| plain | 1 | 0 | 1 | 2 |", "| plain | 1 | 3 | 4 |"]
     drawn = draw_seeds({0: ("a", "%"), 1: ("b", "")}, [*rows, *alone])
     assert [len(panel.containers) for panel in drawn.axes] == [3, 1]
 

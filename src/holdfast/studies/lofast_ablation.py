@@ -157,14 +157,16 @@ def ablation_statements(rows: Sequence[PerturbedBound]) -> list[Statement]:
 
 def _ablation_table(rows: Sequence[PerturbedBound]) -> Table:
     sizes = sorted({row.size for row in rows})
-    table = Table(title="Theorem 1 (ours), mean over the samples", title_justify="left")
-    for column in ("perturbed", *(f"{size:g}" for size in sizes)):
-        table.add_column(column, justify="right")
+    table = Table(title="Bounds over the size of the perturbation, mean over the samples", title_justify="left")
+    table.add_column("moved")
+    table.add_column("bound", no_wrap=True)
+    for size in sizes:
+        table.add_column(f"{size:g}", justify="right")
     for name in _PLACES:
         own = {row.size: row for row in rows if row.place == name}
-        rows_of = [own[size] for size in sizes if size in own]
-        means = [[torch.tensor(column).mean().item() for column in (row.theorem, row.best)] for row in rows_of]
-        table.add_row(name, *(f"{theirs:.3g} ({ours:.3g})" for theirs, ours in means))
+        for bound, key in (("Theorem 1", "theorem"), ("ours, best", "best")):
+            means = [torch.tensor(getattr(own[size], key)).mean().item() if size in own else None for size in sizes]
+            table.add_row(name, bound, *("" if mean is None else f"{mean:.3f}" for mean in means))
     return table
 
 

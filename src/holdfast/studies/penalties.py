@@ -104,9 +104,9 @@ def _spread(column: Sequence[float]) -> tuple[float | None, float | None]:
     return statistics.fmean(column), statistics.stdev(column) if len(column) > 1 else None
 
 
-def _cells(row: dict[str, Any], forms: Sequence[str]) -> list[str]:
-    numbers = zip(row["means"], row["stds"], forms, strict=True)
-    return [row["training"], str(row["seeds"]), *(_cell(mean, std, form) for mean, std, form in numbers)]
+def _cells(row: dict[str, Any], columns: Mapping[str, str]) -> list[str]:
+    numbers = zip(row["means"], row["stds"], columns.values(), strict=True)
+    return [_cell(mean, std, form) for mean, std, form in numbers]
 
 
 def _cell(mean: float | None, std: float | None, form: str) -> str:
@@ -115,22 +115,40 @@ def _cell(mean: float | None, std: float | None, form: str) -> str:
     return f"{mean:{form}}" + ("" if std is None else f" ± {std:{form}}")
 
 
-def seeds_table(title: str, columns: Mapping[str, str], rows: Sequence[dict[str, Any]]) -> Table:
-    """One row for each kind of training; `columns` are titles with the format of their numbers."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for column in ("training", "seeds", *columns):
-        first = column == "training"
-        table.add_column(column, justify="left" if first else "right", no_wrap=first)
-    for row in rows:
-        table.add_row(*_cells(row, list(columns.values())))
-    return table
+def seeds_tables(title: str, columns: Mapping[str, str], rows: Sequence[dict[str, Any]]) -> list[Table]:
+    """One row for each kind of training; `columns` are titles with the format of their numbers.
+
+    There are as many tables as it takes to fit a terminal of 80 characters.
+    """
+    tables: list[Table] = []
+    for shown in _portions(columns, 3):
+        table = Table(title=None if tables else title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("training", no_wrap=True)
+        for column in list(columns)[shown]:
+            table.add_column(column, justify="right")
+        for row in rows:
+            table.add_row(row["training"], *_cells(row, columns)[shown])
+        tables.append(table)
+    return tables
 
 
 def seeds_page(columns: Mapping[str, str], rows: Sequence[dict[str, Any]]) -> str:
-    """The same for a Markdown page."""
-    head: list[Sequence[str]] = [("training", "seeds", *columns), ("---", *("---:",) * (len(columns) + 1))]
-    lines = [*head, *(_cells(row, list(columns.values())) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    """The same for a Markdown page, with tables that fit its width."""
+    tables = []
+    for shown in _portions(columns, 4):
+        names = list(columns)[shown]
+        lines = [["training", "seeds", *names], ["---", "---:", *["---:"] * len(names)]]
+        for row in rows:
+            cells = (row["training"], str(row["seeds"]), *_cells(row, columns)[shown])
+            lines.append([cell.replace(" ", "\N{NO-BREAK SPACE}") for cell in cells])
+        tables.append("".join(f"| {' | '.join(line)} |\n" for line in lines))
+    return "\n".join(tables)
+
+
+def _portions(columns: Mapping[str, str], at_once: int) -> list[slice]:
+    """Which columns the tables have, evenly."""
+    each = -(-len(columns) // -(-len(columns) // at_once))
+    return [slice(start, start + each) for start in range(0, len(columns), each)]
 
 
 def draw_seeds(panels: Mapping[int, tuple[str, str]], rows: Sequence[dict[str, Any]]) -> Figure:

@@ -30,7 +30,7 @@ from holdfast.studies.cifar_training import (
     save_network,
     train_and_measure,
 )
-from holdfast.studies.penalties import draw_seeds, over_seeds, seeds_page, seeds_table, training_title, variants
+from holdfast.studies.penalties import draw_seeds, over_seeds, seeds_page, seeds_tables, training_title, variants
 from holdfast.studies.processes import Tell
 from holdfast.studies.robustness import (
     ATTENTION_COLUMNS,
@@ -134,9 +134,9 @@ class YudinCifarStudy(Study[YudinCifarParameters]):
         attentions = records.of("attention")
         rows = summary(records.of("training"), attentions)
         columns, panels = (_COLUMNS, _PANELS) if attentions else (_ACCURACIES, _ACCURACY_PANELS)
-        table = seeds_table("small ViT on CIFAR-10: mean ± standard deviation over seeds", columns, rows)
+        tables = seeds_tables("small ViT on CIFAR-10: mean ± standard deviation over seeds", columns, rows)
         content = {"radii": RADII, "columns": list(columns), "trainings": rows}
-        return StudyOutput(content, [table], {"": draw_seeds(panels, rows)}, seeds_page(columns, rows))
+        return StudyOutput(content, tables, {"": draw_seeds(panels, rows)}, seeds_page(columns, rows))
 
 
 def trained(setting: CifarTraining, train: Dataset, test: Dataset, folder: Path, device: str) -> CifarNetwork:

@@ -22,7 +22,7 @@ from holdfast.studies.penalties import (
     draw_seeds,
     over_seeds,
     seeds_page,
-    seeds_table,
+    seeds_tables,
     training_title,
     variants,
 )
@@ -147,9 +147,9 @@ class YudinMinilmStudy(Study[YudinMinilmParameters]):
 
     def show(self, parameters: YudinMinilmParameters, records: Records) -> StudyOutput:
         rows = summary(records.of("training"))
-        table = seeds_table("MiniLM on SST-2: mean ± standard deviation over seeds", _COLUMNS, rows)
+        tables = seeds_tables("MiniLM on SST-2: mean ± standard deviation over seeds", _COLUMNS, rows)
         content = {"radii": RADII, "columns": list(_COLUMNS), "trainings": rows}
-        return StudyOutput(content, [table], {"": draw_seeds(_PANELS, rows)}, seeds_page(_COLUMNS, rows))
+        return StudyOutput(content, tables, {"": draw_seeds(_PANELS, rows)}, seeds_page(_COLUMNS, rows))
 
 
 def examine(tuned: FineTuned, dev: datasets.Dataset, parameters: YudinMinilmParameters) -> SentencePenalty:
