@@ -93,15 +93,17 @@ def test_radii_are_below_those_of_the_attack_and_are_kept(place: Workplace, tmp_
     for part in plan.parts:
         run.measure(part, lambda share: None)
     assert run.pending(plan.parts) == []
-    sentences = run.read().of("sentence")
+    sentences, words = run.read().of("sentence"), run.read().of("words")
     for sentence in sentences:
-        assert len(sentence.words) == len(sentence.together.text.split())
-        for moved in (sentence.together, *sentence.words):
+        alone = [word for some in words if some.index == sentence.index for word in some.words]
+        assert [word.text for word in alone] == sentence.together.text.split()
+        for moved in (sentence.together, *alone):
             assert 0 < moved.radius < (moved.attack or torch.inf)
-        assert all(word.radius >= 0.99 * sentence.together.radius for word in sentence.words)
+        assert all(word.radius >= 0.99 * sentence.together.radius for word in alone)
+    assert [len(some.words) for some in words] == [4, 2, 4, 0]  # of sentences of six and of four words
     shown = run.show(plan)
     mean = json.loads(run.numbers.read_text())["summary"]["mean"]["seed 0"]
-    assert mean["one word"]["count"] == sum(len(sentence.words) for sentence in sentences)
+    assert mean["one word"]["count"] == sum(len(some.words) for some in words)
     assert mean["all words"]["count"] == 2
     (model,) = run.read().of("model")
     assert 0 < model.embedding_norm <= 1 + 1e-6
@@ -116,7 +118,7 @@ def test_a_radius_beyond_the_attack_is_refused() -> None:
 def test_more_sentences_than_there_are_is_an_error(place: Workplace, data: Dataset) -> None:
     folder = place.runs / "words-sst2-smooth-seed-0"
     with pytest.raises(InputError, match="9 sentences are wanted, and the model gets 3 right"):
-        words.certify(folder, data, replace(PARAMETERS, sentences=9), 0, 0, lambda share: None)
+        words.Sentence.of(folder, data, 9, 0, 0)
 
 
 def test_a_model_of_another_config_is_not_taken(place: Workplace) -> None:

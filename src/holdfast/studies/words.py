@@ -1,12 +1,11 @@
 """How far the words of a sentence may move: one of them alone, and all of them together (Shi et al. 2020).
 
 A model of SST-2 is trained; sentences of the development set that it gets right are certified in both settings, in
-proved arithmetic, and attacked. What is finished is kept in files, so that an interrupted command resumes.
+proved arithmetic, and attacked.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 import statistics
@@ -31,7 +30,6 @@ from holdfast.models import Transformer
 from holdfast.models.files import load_transformer
 from holdfast.network.centre import Centre
 from holdfast.network.network import Network
-from holdfast.storage import write_text
 from holdfast.studies.attacked import check_attacked
 from holdfast.studies.beside_attack import draw_beside_attack
 from holdfast.studies.processes import Tell
@@ -42,6 +40,7 @@ from holdfast.version import __version__
 
 _CHOICE = 0  # the seed that chooses sentences: the same order for every model
 _ATTACK = MinimalAttack(restarts=3, targets=1, steps=40)
+_TOGETHER = 4  # words of a sentence that are one part of the work: they share what does not depend on which one moves
 
 
 @final
@@ -99,12 +98,21 @@ class MeanRadius:
 @final
 @dataclass(frozen=True)
 class SentenceRadii:
-    """One sentence: its model's seed, its place in the development set, all of its words together, and each alone."""
+    """One sentence: its model's seed, its place in the development set, and all of its words together."""
 
     seed: int
     index: int
     label: int
     together: MovedText
+
+
+@final
+@dataclass(frozen=True)
+class WordRadii:
+    """Some words of a sentence, each moved alone; none where the sentence has ended before."""
+
+    seed: int
+    index: int
     words: list[MovedText]
 
 
@@ -145,15 +153,16 @@ class WordModel:
 @final
 @dataclass(frozen=True)
 class WordResults:
-    """A model with its sentences."""
+    """A model with its sentences and their words."""
 
     model: WordModel
     sentences: list[SentenceRadii]
+    words: list[MovedText]
 
     @property
     def one_word(self) -> MeanRadius:
         """The mean over every word of every sentence, moved alone."""
-        return MeanRadius.of([word for sentence in self.sentences for word in sentence.words])
+        return MeanRadius.of(self.words)
 
     @property
     def all_words(self) -> MeanRadius:
@@ -195,56 +204,64 @@ def describe(config: TrainingConfig, folder: Path, place: Workplace) -> WordMode
     )
 
 
-def certify(
-    folder: Path, data: Dataset, parameters: WordsParameters, seed: int, number: int, tell: Tell
-) -> SentenceRadii:
-    """Certifies and attacks one of the sentences that a model gets right."""
-    model = load_transformer(folder / "model.safetensors")
-    place = _chosen(model, data, parameters.sentences)[number]
-    data = data.select([place])
-    network, x = model.to_network(folder.name), model.encode(data.inputs)
-    kept = folder / f"{parameters.method}-{number}.words.json"
-    texts = data.texts[0].split() if data.texts is not None else []
-    near = _distances(model, data.inputs[0])
-    words = _words(parameters.method, network, x, texts[: data.inputs.shape[1]], near, kept, tell)
-    nearest = _ATTACK(network, x, data.labels).radius.item()
-    proved = certify_inputs(network, x, method=parameters.together)[0]
-    together = MovedText(" ".join(texts), proved.radius, _finite(nearest), proved.method, proved.seconds)
-    kept.unlink(missing_ok=True)
-    return SentenceRadii(seed, place, int(data.labels), together, words)
+@final
+@dataclass(frozen=True)
+class Sentence:
+    """One of the sentences that a model gets right.
 
+    Attributes:
+        seed: of the model's training.
+        index: its place in the development set.
+        label: its class.
+        network: the model, on embeddings.
+        x: (1, n, d) the embeddings.
+        texts: its words.
+        distances: (n, vocabulary) from its words to all others.
+    """
 
-def _words(
-    name: str,
-    network: Network,
-    x: Float64[Tensor, "1 n d"],
-    texts: Sequence[str],
-    distances: Float[Tensor, "words vocabulary"],
-    kept: Path,
-    tell: Tell,
-) -> list[MovedText]:
-    """Each word of a sentence, moved alone; proofs need the memory of one word at a time, and each is kept."""
-    method, answer, still = compositions[name], network(x).argmax(-1), torch.zeros_like(x[:, :1])
-    moved = _kept(kept)
-    first: Centre | None = None
-    for i, text in enumerate(texts[len(moved) :], len(moved)):
-        word = network.before(Place(x, [i]))
-        began = time.perf_counter()
-        centre = Centre(word, still, like=first)
-        radii = method(centre)
-        seconds, radius = time.perf_counter() - began, radii.radius.item()
-        nearest = _ATTACK(word, still, answer).radius.item()
-        others = int((distances[i] <= radius).sum())
-        moved.append(MovedText(text, radius, _finite(nearest), radii.methods[0], seconds, others))
-        write_text(kept, json.dumps([asdict(word) for word in moved], allow_nan=False) + "\n")
-        first = first or centre
-        tell(0.9 * (i + 1) / len(texts))
-    return moved
+    seed: int
+    index: int
+    label: Int64[Tensor, " 1"]
+    network: Network
+    x: Float64[Tensor, "1 n d"]
+    texts: list[str]
+    distances: Float[Tensor, "n vocabulary"]
 
+    @classmethod
+    def of(cls, folder: Path, data: Dataset, count: int, seed: int, number: int) -> Sentence:
+        """One of so many sentences."""
+        model = load_transformer(folder / "model.safetensors")
+        index = _chosen(model, data, count)[number]
+        data = data.select([index])
+        texts = data.texts[0].split() if data.texts is not None else []
+        x, distances = model.encode(data.inputs), _distances(model, data.inputs[0])
+        return cls(seed, index, data.labels, model.to_network(folder.name), x, texts, distances)
 
-def _kept(path: Path) -> list[MovedText]:
-    """The words of a sentence that were finished before an interruption."""
-    return [MovedText(**word) for word in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
+    def together(self, method: str) -> SentenceRadii:
+        """All of its words move."""
+        nearest = _ATTACK(self.network, self.x, self.label).radius.item()
+        proved = certify_inputs(self.network, self.x, method=method)[0]
+        moved = MovedText(" ".join(self.texts), proved.radius, _finite(nearest), proved.method, proved.seconds)
+        return SentenceRadii(self.seed, self.index, int(self.label), moved)
+
+    def alone(self, method: str, begin: int, tell: Tell) -> WordRadii:
+        """Some of its words move, one by one: proofs need the memory of one word at a time."""
+        composition, still = compositions[method], torch.zeros_like(self.x[:, :1])
+        answer = self.network(self.x).argmax(-1)
+        moved: list[MovedText] = []
+        first: Centre | None = None
+        for i, text in list(enumerate(self.texts))[begin : begin + _TOGETHER]:
+            word = self.network.before(Place(self.x, [i]))
+            began = time.perf_counter()
+            centre = Centre(word, still, like=first)
+            radii = composition(centre)
+            seconds, radius = time.perf_counter() - began, radii.radius.item()
+            nearest = _ATTACK(word, still, answer).radius.item()
+            others = int((self.distances[i] <= radius).sum())
+            moved.append(MovedText(text, radius, _finite(nearest), radii.methods[0], seconds, others))
+            first = first or centre
+            tell((i + 1 - begin) / _TOGETHER)
+        return WordRadii(self.seed, self.index, moved)
 
 
 _COLUMNS = ("model", "seed", "clean %", "content off %", "moves", "proved radius", "in lengths", "attack", "s each")
@@ -347,7 +364,7 @@ class WordsStudy(Study[WordsParameters]):
     minutes = 240
     memory = 4
     parameters = WordsParameters
-    kinds: ClassVar = {"model": WordModel, "sentence": SentenceRadii}
+    kinds: ClassVar = {"model": WordModel, "sentence": SentenceRadii, "words": WordRadii}
 
     def quick(self) -> WordsParameters:
         return WordsParameters(str(Path(__file__).with_name("quick-words.toml")), (0,), 1, "gains")
@@ -361,38 +378,51 @@ class WordsStudy(Study[WordsParameters]):
         config = read_training(parameters.config)
         if config.model.input != "words":
             raise InputError(f"{config.name!r} is a model of images; expected one of words, such as sst2-content")
-        numbers = [(seed, i) for seed in parameters.seed for i in range(parameters.sentences)]
+        sentences = {
+            f"seed {seed}, sentence {i}": (seed, i) for seed in parameters.seed for i in range(parameters.sentences)
+        }
+        begins = range(0, config.model.tokens, _TOGETHER)
         return StudyPlan(
             [
                 [StudyPart("model", f"seed {seed}", seed) for seed in parameters.seed],
-                [StudyPart("sentence", f"seed {seed}, sentence {i}", (seed, i)) for seed, i in numbers],
+                [StudyPart("sentence", key, (*work, 0)) for key, work in sentences.items()]
+                + [
+                    StudyPart("words", f"{key}, words from {begin}", (*work, begin))
+                    for key, work in sentences.items()
+                    for begin in begins
+                ],
             ]
         )
 
     def measure(
         self, parameters: WordsParameters, part: StudyPart, place: Workplace, earlier: Records, tell: Tell
-    ) -> WordModel | SentenceRadii:
+    ) -> WordModel | SentenceRadii | WordRadii:
         config = read_training(parameters.config)
         if part.kind == "model":
             config = config.with_seed(part.work)
             return describe(config, trained(config, place, tell), place)
-        seed, number = part.work
+        seed, number, begin = part.work
         folder = trained(config.with_seed(seed), place, lambda share: None)
-        return certify(folder, load(config.data.name, None, place.data_dir), parameters, seed, number, tell)
+        data = load(config.data.name, None, place.data_dir)
+        sentence = Sentence.of(folder, data, parameters.sentences, seed, number)
+        if part.kind == "sentence":
+            return sentence.together(parameters.together)
+        return sentence.alone(parameters.method, begin, tell)
 
     def show(self, parameters: WordsParameters, records: Records) -> StudyOutput:
-        sentences = records.of("sentence")
+        sentences, words = records.of("sentence"), records.of("words")
         results = [
-            WordResults(model, own)
+            WordResults(model, own, moved)
             for model in records.of("model")
             if (own := [sentence for sentence in sentences if sentence.seed == model.seed])
+            and (moved := [word for some in words if some.seed == model.seed for word in some.words])
         ]
         means = {
             f"seed {one.model.seed}": {"one word": asdict(one.one_word), "all words": asdict(one.all_words)}
             for one in results
         }
         radii = {
-            "one word": [(word.radius, word.attack) for one in sentences for word in one.words],
+            "one word": [(word.radius, word.attack) for some in words for word in some.words],
             "all words": [(one.together.radius, one.together.attack) for one in sentences],
         }
         return StudyOutput({"mean": means}, [table(results)], {"": draw_beside_attack(radii)}, markdown(results))
