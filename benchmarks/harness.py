@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from holdfast.storage import write_text
+from holdfast.usage import give_back_memory, peak_memory
 
 RESULTS = Path(__file__).parents[1] / "results" / "benchmarks"
 
@@ -40,6 +41,19 @@ def cpu_seconds(f: Callable[[], T]) -> tuple[T, float]:
     began = time.process_time()
     result = f()
     return result, time.process_time() - began
+
+
+def cost(work: Callable[[], object]) -> tuple[float, float]:
+    """CPU seconds of the work, and how many MiB this process held at most beyond those that it held when it began.
+
+    Linux forgets an earlier peak when it is told to; elsewhere the work may seem to hold less than it does.
+    """
+    give_back_memory()
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = peak_memory()
+    _, seconds = cpu_seconds(work)
+    return seconds, peak_memory() - before
 
 
 def machine() -> dict[str, Any]:

@@ -7,7 +7,6 @@ bound is beside what a short attack attains. Memory is measured in a process of 
 from __future__ import annotations
 
 import multiprocessing
-import resource
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import holdfast
-from benchmarks.harness import cpu_seconds, machine, save
+from benchmarks.harness import cost, cpu_seconds, machine, save
 from holdfast.models.loading import load
 
 EPS, TOKENS = 0.01, 128
@@ -55,13 +54,11 @@ def _held(layer: holdfast.AttentionLayer, n: int, answer: Any) -> None:
     torch.set_num_threads(1)
     x = torch.randn(1, n, layer.d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     holdfast.bound(layer, x[:, :4], EPS, "second-order", guarantee="numerical")  # what is loaded once
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    holdfast.bound(layer, x, EPS, "second-order", guarantee="numerical")
-    answer.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+    answer.send(cost(lambda: holdfast.bound(layer, x, EPS, "second-order", guarantee="numerical"))[1])
 
 
 def memory(h: int, d: int, n: int) -> dict[str, Any]:
-    """The bytes that the bound of a layer of random weights held at most, over those of h n² + n d numbers."""
+    """What the bound of a layer of random weights held at most: in MiB, and in numbers for each of h n² + n d."""
     k, draw = d // h, torch.Generator().manual_seed(1)
     maps = [torch.randn(h, d, k, generator=draw, dtype=torch.float64) / d**0.5 for _ in range(3)]
     layer = holdfast.AttentionLayer(*maps, torch.randn(h, k, d, generator=draw, dtype=torch.float64) / d**0.5)
@@ -71,7 +68,7 @@ def memory(h: int, d: int, n: int) -> dict[str, Any]:
     process.start()
     held = receiver.recv()
     process.join()
-    return {"tokens": n, "megabytes": held / 2**20, "numbers of h n² + n d": held / 8 / (h * n**2 + n * d)}
+    return {"tokens": n, "megabytes": held, "numbers of h n² + n d": held * 2**17 / (h * n**2 + n * d)}
 
 
 def run(quick: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ _COMBINATIONS = [
     for row in pairwise(_OPTIONS)
 ]
 _SLOWEST = 5  # files that the summary shows
+_LONGEST = 600  # seconds of a test that waits for other processes
 _seconds: Counter[str] = Counter()
 
 
@@ -61,6 +63,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def ends(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Nothing that is killed can make its test wait for ever."""
+    if request.node.get_closest_marker("cluster") is None:
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        pytest.fail(f"the test has not ended after {_LONGEST} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(_LONGEST)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(params=_COMBINATIONS, ids=lambda options: options["name"])

@@ -525,6 +525,23 @@ def transformer(seed: int) -> tuple[Network, Tensor]:
     return Network(stages, Head(gaussian(3, 6), gaussian(3)), "encoder"), gaussian(1, 4, 6)
 
 
+def test_inputs_that_are_taken_one_by_one_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive, most = weakref.WeakSet[Centre](), list[int]()
+    made = Centre.at
+
+    def watched(self: Centre, x: torch.Tensor) -> Centre:
+        gc.collect()
+        alive.add(one := made(self, x))
+        most.append(len(alive))
+        return one
+
+    monkeypatch.setattr(Centre, "at", watched)
+    network, x = transformer(0)
+    certify_inputs(network, x.repeat(4, 1, 1), method="telescoped")
+    assert len(most) == 4 * len(x)
+    assert max(most) <= 2
+
+
 def test_a_large_batch_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[weakref.ref[Site]] = []
     kept = Site.__init__

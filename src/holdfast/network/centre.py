@@ -232,9 +232,9 @@ class Centre:
         with torch.no_grad():
             return len(self.network(self.x[:1])) == 1
 
-    def alone(self) -> list[Centre]:
-        """Every input by itself."""
-        return [self.at(self.x[i : i + 1]) for i in range(len(self.x))]
+    def alone(self) -> Iterator[Centre]:
+        """Every input by itself; one that is done with need not be kept."""
+        return (self.at(x) for x in torch.split(self.x, 1))
 
     def at(self, x: Float64[Tensor, "b n d"]) -> Centre:
         """The network at other inputs."""
