@@ -198,3 +198,17 @@ def test_models_keep_their_file_when_copied(tmp_path: Path) -> None:
     x = random((2, 4))
     assert twin(x.double()).dtype == torch.float64
     torch.testing.assert_close(twin(x.double()).float(), model.executed(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's tracer
+def test_a_trace_of_a_model_shows_a_network_as_torch_has_it(tmp_path: Path) -> None:
+    nodes = [node("BatchNormalization", "x", *"abmv", out="h"), node("Gemm", "h", "w", transB=1)]
+    weights = {name: np.abs(normal(4)) for name in "abmv"} | {"w": normal(3, 4)}
+    model = OnnxModel(write(tmp_path / "m.onnx", nodes, (1, 4), weights))
+    named = {name.split()[-1] for name, _ in model.named_parameters()}
+    assert named == {"a", "b", "w"}
+    assert not any(weight.requires_grad for weight in model.parameters())
+    assert {name.split()[-1] for name, _ in model.named_buffers()} == {"m", "v"}
+    traced = torch.jit.trace(model, (torch.ones(1, 4),)).inlined_graph
+    kinds = {one.kind() for one in traced.nodes() if one.kind().startswith("aten::")}
+    assert kinds == {"aten::batch_norm", "aten::transpose", "aten::matmul"}

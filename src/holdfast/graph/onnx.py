@@ -68,9 +68,15 @@ class OnnxModel(nn.Module):
         self._weights: dict[str, str] = {}
         for node, name in zip(left, _names(left), strict=True):
             self.node.add_module(name, _OnnxNode(node, self._opset))
+        # As in torch's own modules: the statistics of a batch normalisation are buffers, all else is parameters.
+        statistics = {name for node in left if node.op_type == "BatchNormalization" for name in node.input[3:5]}
         for place, name in enumerate(name for name, array in self._known.items() if array.dtype.kind == "f"):
             self._weights[name] = f"{place} {name.replace('.', ':')}"
-            self.weights.register_buffer(self._weights[name], torch.from_numpy(self._known[name].copy()))
+            weight = torch.from_numpy(self._known[name].copy())
+            if name in statistics:
+                self.weights.register_buffer(self._weights[name], weight)
+            else:
+                self.weights.register_parameter(self._weights[name], nn.Parameter(weight, requires_grad=False))
         self._by_shape: dict[Any, dict[str, Array]] = {}
         self.eval()
 
@@ -151,9 +157,10 @@ class OnnxModel(nn.Module):
 
         def tensor(name: str, array: Array) -> Tensor:
             if name in self._weights:
-                return self.weights.get_buffer(self._weights[name]).to(dtype)
+                weight: Tensor = getattr(self.weights, self._weights[name])
+                return weight if weight.dtype == dtype else weight.to(dtype)  # a trace of the model shows no cast
             if array.dtype.kind == "f":
-                return torch.tensor(array.tolist(), dtype=torch.float64).to(dtype)
+                return torch.tensor(array.tolist(), dtype=dtype)
             if array.dtype.kind not in "biu":
                 raise ConversionError(f"{self.name} holds {array.dtype} in {name!r}; expected floats or whole numbers")
             return torch.tensor(array.tolist(), dtype=torch.bool if array.dtype.kind == "b" else torch.int64)
@@ -174,7 +181,7 @@ class OnnxModel(nn.Module):
 
     @property
     def _dtype(self) -> torch.dtype:
-        return next((w.dtype for w in self.weights.buffers()), torch.float32)
+        return next((w.dtype for w in self.weights.state_dict().values()), torch.float32)
 
     # -- what others compute
 

@@ -258,7 +258,10 @@ def _global_pool(call: Call) -> Tensor:
 
 @_operator("Gemm")
 def _gemm(call: Call) -> Tensor:
-    a, b = (call.tensor(i).mT if call.get(name, 0) else call.tensor(i) for i, name in ((0, "transA"), (1, "transB")))
+    a, b = (
+        call.tensor(i).transpose(-1, -2) if call.get(name, 0) else call.tensor(i)
+        for i, name in ((0, "transA"), (1, "transB"))
+    )
     alpha, beta = call.get("alpha", 1.0), call.get("beta", 1.0)
     product = a @ b if alpha == 1 else alpha * (a @ b)
     c = call.optional(2)

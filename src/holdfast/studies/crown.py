@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -43,14 +44,16 @@ def _prover(model: nn.Module, example: Tensor, answer: Tensor) -> Callable[[Tens
     """Whether every other class stays behind the answer, as a function of a centre and what may become of it."""
     from auto_LiRPA import BoundedModule, BoundedTensor
 
-    bounded: Any = BoundedModule(model, torch.empty_like(example))
+    with warnings.catch_warnings(action="ignore"):  # hundreds of lines of torch's tracer
+        bounded: Any = BoundedModule(model, torch.empty_like(example))
     classes = model(example).shape[1]
     leads = torch.eye(classes)[answer].unsqueeze(1) - torch.eye(classes).unsqueeze(0)
     leads = leads[:, [j for j in range(classes) if j != int(answer)]]
 
     def proves(centre: Tensor, perturbation: Any) -> bool:
         x = BoundedTensor(centre, perturbation)
-        lower, _ = bounded.compute_bounds(x=(x,), C=leads, method="backward", bound_upper=False)
+        with warnings.catch_warnings(action="ignore"):
+            lower, _ = bounded.compute_bounds(x=(x,), C=leads, method="backward", bound_upper=False)
         return bool((lower > 0).all())
 
     return proves
