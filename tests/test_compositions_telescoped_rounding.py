@@ -92,6 +92,7 @@ def ill_conditioned(name: str, dice: Dice) -> tuple[Piece, Tensor]:
         "values cancel": lambda: (attention(dice, 1e-6), u + 1e5),
         "pre-activations cancel": lambda: (perceptron(dice, 1.0), u + 1e8),
         "plain perceptron": lambda: (perceptron(dice), u),
+        "a residual that is no float32": lambda: (perceptron(dice, 0.7), u),
     }[name]()
 
 
@@ -105,6 +106,7 @@ CONDITIONS = (
     "values cancel",
     "pre-activations cancel",
     "plain perceptron",
+    "a residual that is no float32",
 )
 
 

@@ -12,13 +12,13 @@ from torch.nn.functional import gelu
 from holdfast import AttentionLayer, InputError
 from holdfast.compositions import certify_inputs, compositions
 from holdfast.compositions.base import Aim
-from holdfast.compositions.forms import Margins, least, margins, margins_over_parts, refusal
+from holdfast.compositions.forms import Margins, batches, jets, least, margins, margins_over_parts, refusal
 from holdfast.compositions.forms.krylov import trust_region
 from holdfast.compositions.forms.least import Quadratic
 from holdfast.compositions.forms.region import Region
 from holdfast.compositions.forms.third import TokenOrders
 from holdfast.errors import TimeLimitError
-from holdfast.layers import Affine, Attention, KinkedMlp, Mlp, TokenMean
+from holdfast.layers import Affine, Attention, KinkedMlp, Mlp, RMSNorm, TokenMean
 from holdfast.linalg import Ball
 from holdfast.linalg.threat import Threat
 from holdfast.network import Head, Network, Residual
@@ -51,6 +51,32 @@ def test_nothing_is_proved_of_what_underflows(where: str) -> None:
     forms = Margins(Network(stages, Head(small["head"] * dice.normal(2, 3), torch.zeros(2))), dice.normal(2, 3))
     assert float(forms.walk.margins.min()) > 0
     assert not forms.at(1e3).least > 0
+
+
+@pytest.mark.parametrize("follow", ["normalisations", "stream"])
+def test_nothing_is_proved_of_what_underflows_behind_a_normalisation(
+    follow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream is small, its normalisations are not; the squares of values vanish in float64."""
+    monkeypatch.setattr(jets.Jets, "affordable", lambda walk, region: False)
+    monkeypatch.setattr(batches, *(("_NUMBERS", 0) if follow == "normalisations" else ("_MEMORY", 0)))
+
+    def forms(stream: float, value: float, out: float) -> Margins:
+        dice = Dice(0)
+
+        def branch() -> Residual:
+            w_q, w_k, w_v, w_o = dice.normal(1, 3, 2), dice.normal(1, 3, 2), dice.normal(1, 3, 2), dice.normal(1, 2, 3)
+            layer = AttentionLayer(w_q, w_k, value * w_v, out * w_o)
+            return Residual((RMSNorm(torch.exp(0.3 * dice.normal(3)), 1e-4 * stream**2), Attention(layer)))
+
+        first, last = Affine(stream * torch.eye(3).double()), RMSNorm(torch.ones(3), 1e-4 * stream**2)
+        network = Network([first, branch(), branch(), last, TokenMean(3)], Head(dice.normal(3, 3), dice.normal(3)))
+        return Margins(network, dice.normal(3, 3))
+
+    plain, small = forms(1.0, 1e-3, 1e-7), forms(1e-140, 1e-163, 1e13)
+    assert torch.allclose(plain.walk.margins, small.walk.margins)
+    assert plain.at(0.01).least > 0
+    assert not small.at(0.01).least > 0
 
 
 def test_extreme_scales_end_without_an_error() -> None:

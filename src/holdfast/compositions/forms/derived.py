@@ -12,7 +12,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms.local import THETA, Local, Rests
+from holdfast.compositions.forms.local import THETA, UNDERFLOW, Local, Rests
 from holdfast.compositions.forms.normalised import Normalised
 from holdfast.linalg.rounding import up
 
@@ -56,6 +56,6 @@ class Derived:
 
         But for rounding it is `beyond` (K), where that is given.
         """
-        tiny = up(self._rounding * radius + self._error * moved + self._still, 1e-12)
+        tiny = up(self._rounding * radius + self._error * moved + self._still, 1e-12) + UNDERFLOW
         most = up((self._local.most(self._norm.output_beyond()) if beyond is None else beyond) + tiny, 1e-12)
         return Rests(most, most, tiny)

@@ -28,6 +28,7 @@ _CHUNK = 2**20
 LONGEST = 2**14  # terms of an inner product
 NARROW = 2.0**-23  # of the length of numbers for pairs q <= r: more than what float32 takes of all ordered pairs
 THETA = 2.0**-37  # of absolute values: more than the rounding of a few nested inner products of that length
+UNDERFLOW = 1e-60  # more than what is lost where squares, or their squares, underflow
 
 
 def token_lengths(T: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from holdfast.compositions.forms.normalised import Normalised
 from holdfast.compositions.forms.single import NormalisedTokens, TokenMoves
 from holdfast.compositions.forms.smooth import SmoothUnits
 from holdfast.compositions.forms.softmax import Softmax
-from holdfast.linalg.rounding import up
+from holdfast.linalg.rounding import UNIT, up
 from holdfast.linalg.squarings import gram_norm, thin_gram_norm
 
 _SQUARINGS = 4
@@ -61,7 +61,8 @@ class UnitsPassing(Passing):
         off, A = float(torch.linalg.vector_norm(lost)), back[:, tokens.tokens].transpose(0, 1)
         # I + A N at every token, as rows of its output, and what these were rounded by.
         self.blocks = through.transpose(0, 1) + torch.eye(d, dtype=torch.float64)
-        self.off = up(off * tokens.steep + float(torch.linalg.vector_norm(more)) + 1e-15 * n * d, 1e-9)
+        summed = 2 * UNIT * float(torch.linalg.vector_norm(self.blocks))
+        self.off = up(off * tokens.steep + float(torch.linalg.vector_norm(more)) + summed, 1e-9)
         self.grown = up(thin_gram_norm(self.blocks, _SQUARINGS) + self.off, 1e-9)
         self.steep = up(float((thin_gram_norm(A, _SQUARINGS) + off).amax()), 1e-9)
         self._scaled = up(thin_gram_norm(A * tokens.scale, _SQUARINGS) + off * float(tokens.scale.abs().amax()), 1e-9)

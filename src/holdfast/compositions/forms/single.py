@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from holdfast.compositions.forms.local import UNDERFLOW
 from holdfast.linalg.rounding import up
 
 
@@ -57,11 +58,6 @@ class TokenMoves:
     def own(self) -> Tensor:
         """(t) bounds of ‖z‖, and of rounding."""
         return up(self.beyond + (self.w + self.rest) * (self.a + self.beyond) + self.tiny, 1e-12)
-
-    @property
-    def whole(self) -> Tensor:
-        """(t) bounds of what w - na + z has beyond first order."""
-        return up(self.carried + self.own, 1e-12)
 
     def at(self, some: Tensor) -> TokenMoves:
         """Of some of the tokens."""
@@ -124,5 +120,5 @@ class NormalisedTokens:
         `stream` (t) are lengths of the stream's first-order rows, of which those of w and a were computed as functions.
         """
         d = len(self.scale)
-        tiny = self.c * (32 * self.theta * radius * stream + 8 * self.theta * moved) * (d**0.5 + 1)
-        return up(self.c * phi, 1e-12), up(tiny, 1e-12)
+        lost = 32 * self.theta * radius * stream + 8 * self.theta * moved + UNDERFLOW
+        return up(self.c * phi, 1e-12), up(self.c * lost * (d**0.5 + 1), 1e-12) + UNDERFLOW

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from holdfast.compositions.forms.derived import Derived
-from holdfast.compositions.forms.local import THETA, Rests, Size, SmoothLocal, token_lengths
+from holdfast.compositions.forms.local import THETA, UNDERFLOW, Rests, Size, SmoothLocal, token_lengths
 from holdfast.compositions.forms.normalised import Normalised
 from holdfast.compositions.forms.passing import Passing, UnitsPassing, passing
 from holdfast.compositions.forms.region import Region
@@ -206,8 +206,8 @@ class Stream:
         back, first = local.pull(C)
         through, second = norm.pull(back)
         rows = (C + through).flatten(1)
-        norms = up(torch.linalg.matrix_norm(rows), 1e-9) * gamma(n * d) + 1e-15 * d
-        off = float(norms) + before * torch.linalg.vector_norm(first) + torch.linalg.vector_norm(second)
+        summed = up(torch.linalg.matrix_norm(rows), 1e-9) * gamma(n * d + 1)
+        off = float(summed) + before * torch.linalg.vector_norm(first) + torch.linalg.vector_norm(second)
 
         def pulled(D: Tensor) -> tuple[Tensor, Tensor]:
             out = D.new_zeros(D.shape)
@@ -309,7 +309,7 @@ class Stream:
 
     def begin(self, size: Size) -> None:
         """A new scale, from the first place on."""
-        start = up(self._region.missed * size.scale + self._walk.start_defect, 1e-12)
+        start = up(self._region.missed * size.scale + self._walk.start_defect, 1e-12) + UNDERFLOW
         self._radius, self._carried, self._new = size.radius, dict[int, tuple[Tensor, Tensor]](), dict[int, Tensor]()
         self._phi = [torch.full((len(self._walk.start),), start, dtype=torch.float64)]
 
@@ -351,7 +351,7 @@ class Stream:
         else:
             new[(self._links[stage] & torch.isnan(before)).any(-1)] = torch.nan
         here = [source for source in self._sources if stage + 1 in source.lost]
-        new = new + rounding.still + rounding.drift * self._radius
+        new = new + rounding.still + rounding.drift * self._radius + UNDERFLOW
         for source in here:
             new = new + source.lost[stage + 1] * torch.linalg.vector_norm(self._gained(source))
         new = up(new, 1e-9)

@@ -20,15 +20,13 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from holdfast.compositions.forms.local import LONGEST, Local
+from holdfast.compositions.forms.local import LONGEST, UNDERFLOW, Local
 from holdfast.compositions.forms.region import Region
 from holdfast.errors import MemoryLimitError
 from holdfast.layers.piece import LinearPiece, Piece
 from holdfast.linalg import Ball
 from holdfast.linalg.rounding import UNIT, frobenius_upper, up
 from holdfast.network.network import Network, Residual
-
-_UNDERFLOW = 1e-60  # more than what is lost where squares, or their squares, underflow
 
 
 @dataclass
@@ -78,7 +76,7 @@ class Covectors:
 
     def tiny(self, scale: float, moved: Float64[Tensor, " places"]) -> Tensor:
         """(K) the bound of tiny, given those of ‖δ‖."""
-        return up(self.still + self.moving @ moved + self.drift * scale, 1e-12) + _UNDERFLOW
+        return up(self.still + self.moving @ moved + self.drift * scale, 1e-12) + UNDERFLOW
 
 
 @final

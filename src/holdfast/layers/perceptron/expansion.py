@@ -49,7 +49,7 @@ class LocalPerceptron(LocalExpansion):
     ) -> None:
         super().__init__(u, directions, u.shape[-2] * len(w2) + 4 * (sum(w1.shape) + w2.shape[-1]))
         self._w1, self._w2, self._phi = w1.to(u), w2.to(u), phi
-        self._residual = torch.as_tensor(residual).to(u)
+        self._residual = torch.as_tensor(residual, dtype=u.dtype, device=u.device)
         self._straight = float(self._residual.abs().max())
         self._low, self._high = t.lower, t.upper
         slopes = [self._phi.derivative(k, t) for k in (1, 2, 3)]
