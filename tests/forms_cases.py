@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.compositions.forms import Margins, margins
+from holdfast.compositions.forms import Margins, settled
 from holdfast.compositions.forms.local import Problem
 from holdfast.network import Network, Residual
 from holdfast.testing.draw import Dice
@@ -102,8 +102,8 @@ def above_minorant(network: Network, x: Tensor, scale: float, seed: int) -> floa
     """
     problems: list[Problem] = []
     with pytest.MonkeyPatch.context() as patch:
-        plain = margins.Minorant
-        patch.setattr(margins, "Minorant", lambda problem, *rest: (problems.append(problem), plain(problem, *rest))[1])
+        plain = settled.Minorant
+        patch.setattr(settled, "Minorant", lambda problem, *rest: (problems.append(problem), plain(problem, *rest))[1])
         forms = Margins(network, x[0])
         j = int(forms.at(scale).margins.argmin())
     gradient = forms.gradients[forms.walk.others.index(j)]

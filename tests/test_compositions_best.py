@@ -85,7 +85,7 @@ def test_forms_are_asked_where_they_answer_soon(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("few")
 def test_a_box_is_worth_the_ball_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_FEW", "_BRANCHES", "_SETTLED"):  # what makes boxes sharper, and costs seconds
+    for name in ("_BRANCHES", "_SETTLED"):  # what makes boxes sharper, and costs seconds
         monkeypatch.setattr(margins, name, 3)
     network, x = draw(4, normed=True)
     linf = Threat(norm="linf")

@@ -17,7 +17,7 @@ from holdfast import AttentionLayer
 from holdfast.attacks.minimal import MinimalAttack
 from holdfast.compositions import certify_inputs, compositions
 from holdfast.compositions.base import Aim
-from holdfast.compositions.forms import Margins, jets, margins, margins_over_box, margins_over_parts, smooth, softmax
+from holdfast.compositions.forms import Margins, jets, margins_over_box, margins_over_parts, settled, smooth, softmax
 from holdfast.compositions.forms.normalised import Normalised
 from holdfast.layers import (
     Affine,
@@ -158,7 +158,7 @@ def test_no_attack_goes_beyond(kind: str, box: bool, most: int, monkeypatch: pyt
 def test_second_order_is_exact(kind: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a margin loses beyond first order at a small radius is its Hessian's, up to what is cubic."""
     _up_to(most, monkeypatch)
-    monkeypatch.setattr(margins, "_TRIFLE", 0.0)
+    monkeypatch.setattr(settled, "_TRIFLE", 0.0)
     network, x = draw(kind, 3)
     forms, radius = Margins(network, x[0]), 1e-4
     lower = forms.at(radius)

@@ -12,10 +12,11 @@ from torch.nn.functional import gelu
 from holdfast import AttentionLayer, InputError
 from holdfast.compositions import certify_inputs, compositions
 from holdfast.compositions.base import Aim
-from holdfast.compositions.forms import Margins, batches, jets, least, margins, margins_over_parts, refusal
+from holdfast.compositions.forms import Lower, Margins, batches, jets, least, margins_over_parts, refusal
 from holdfast.compositions.forms.krylov import trust_region
 from holdfast.compositions.forms.least import Quadratic
 from holdfast.compositions.forms.region import Region
+from holdfast.compositions.forms.settled import Settled
 from holdfast.compositions.forms.third import TokenOrders
 from holdfast.errors import TimeLimitError
 from holdfast.layers import Affine, Attention, KinkedMlp, Mlp, RMSNorm, TokenMean
@@ -101,15 +102,15 @@ def test_halves_that_gain_little_end_the_search(monkeypatch: pytest.MonkeyPatch)
     """With a gain of a thousandth of what is missing no number of halves suffices."""
     dice = Dice(3)
     network = Network([Affine(dice.normal(2, 2))], Head(1e4 * dice.normal(2, 2), torch.zeros(2)))
-    lower = margins.Margins._lower
+    lower = Settled.lower
     calls = []
 
-    def hardly_better(self: Margins, *args: Any, **options: Any) -> margins.Lower:
+    def hardly_better(self: Settled, *args: Any, **options: Any) -> Lower:
         calls.append(args)
         bounds = lower(self, *args, **options)
-        return margins.Lower(bounds.margins, -10.0 + 1e-3 * (len(calls) > 2), bounds.losses)  # two for every part
+        return Lower(bounds.margins, -10.0 + 1e-3 * (len(calls) > 2), bounds.losses)  # two for every part
 
-    monkeypatch.setattr(margins.Margins, "_lower", hardly_better)
+    monkeypatch.setattr(Settled, "lower", hardly_better)
     x = dice.normal(1, 2)
     assert margins_over_parts(network, x - 1e-9, x + 1e-9, 60.0).parts == 2
 

@@ -14,7 +14,8 @@ A margin that is positive proves that the prediction at the centre (`forms.predi
 """
 
 from holdfast.compositions.forms.kinds import refusal
-from holdfast.compositions.forms.margins import Lower, Margins
+from holdfast.compositions.forms.margins import Margins
 from holdfast.compositions.forms.parts import margins_over_box, margins_over_parts
+from holdfast.compositions.forms.settled import Lower
 
 __all__ = ["Lower", "Margins", "margins_over_box", "margins_over_parts", "refusal"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import final
 
@@ -15,9 +14,9 @@ from torch import Tensor
 
 from holdfast.compositions.forms.batches import Batches
 from holdfast.compositions.forms.kinds import local_at, refusal
-from holdfast.compositions.forms.least import Minorant
-from holdfast.compositions.forms.local import LONGEST, Problem, Size
+from holdfast.compositions.forms.local import LONGEST, Size
 from holdfast.compositions.forms.region import Region
+from holdfast.compositions.forms.settled import Leads, Lower, Settled
 from holdfast.compositions.forms.walk import CentreWalk, Covectors
 from holdfast.errors import InputError, MemoryLimitError, NotApplicableError, TimeLimitError
 from holdfast.layers.piece import LinearPiece
@@ -25,7 +24,6 @@ from holdfast.linalg.arithmetic import Proved
 from holdfast.linalg.rounding import up
 from holdfast.network.network import Network
 
-_TRIFLE = 0.002  # of a margin, that all places together may lose to what is not worth a matrix
 _SLIGHT = 0.005  # a rest of this share of a function's first order is not made smaller
 _LITTLE = 0.02  # of a margin: what a place takes of it is not made smaller, where rests are bounded roughly
 _GLANCES, _GLANCE = 16, 0.08  # scales that are glanced at, at most, and the precision at which that ends
@@ -40,40 +38,7 @@ _NEAR, _NEARER = 6.0, 2.0  # how much nearer, in units of the precision, the sea
 _ROUGH, _FARTHER = 0.3, 1.7  # of what sums of suprema prove to what is proved at last, about: at least, and at most
 _LARGE, _HOPELESS = 1024, 3.0  # coordinates from which on rests of so many times a margin end a trial at once
 _LOST = 1.5  # times a margin, taken by first order, from which on nothing is tried where a sign is asked for
-_STEPS = 8  # improvements of the kinks' parameters
-_FEW, _BRANCHES = 512, 8192  # of a box: at most, where many are tried, and for one
-
-
-@final
-@dataclass(frozen=True)
-class Lower:
-    """Lower bounds of the margins over a region.
-
-    Attributes:
-        margins: (classes) of f_y - f_j; infinite for j = y.
-        least: the smallest of them where all are positive; otherwise one that is not.
-        losses: of the margin that is smallest, what was taken off its value at the centre, by name.
-        parts: into how many the region was divided, for one margin at most.
-    """
-
-    margins: Tensor
-    least: float
-    losses: dict[str, float]
-    parts: int = 1
-
-
-@dataclass(frozen=True)
-class _Settled:
-    """What is known of the margins at a scale: what rounding and, by name, all else takes off, and their minorants."""
-
-    radius: float
-    tiny: Tensor
-    rests: dict[str, Tensor]
-    minorants: dict[int, Minorant] = field(default_factory=dict)
-
-    @cached_property
-    def lost(self) -> Tensor:
-        return sum(self.rests.values(), self.tiny)
+_BRANCHES = 8192  # of a box, at most, where one scale is asked for
 
 
 @final
@@ -128,6 +93,10 @@ class Margins:
         with torch.no_grad():
             return Batches(self.walk, self.region, self._margins, self._in_time)
 
+    @cached_property
+    def _leads(self) -> Leads:
+        return Leads(self.walk, self.region, self.gradients, self._slopes, self._batches)
+
     @property
     def functions(self) -> dict[int, tuple[Covectors, Tensor]]:
         """The scalars of places that are not affine, pulled back, and what they were rounded by; unless derived."""
@@ -164,9 +133,9 @@ class Margins:
         if scale not in self._seen:
             with torch.no_grad():
                 boxed = self.region.sides is not None
-                lower = self._lower(scale, self._settle(scale, careful=False)) if boxed else None
+                lower = self._settle(scale, careful=False).lower(scale) if boxed else None
                 if lower is None or not lower.least > 0:
-                    lower = self._lower(scale, self._settle(scale), branches=_BRANCHES)
+                    lower = self._settle(scale).lower(scale, branches=_BRANCHES)
                 self._seen[scale] = lower
         return self._seen[scale]
 
@@ -189,15 +158,7 @@ class Margins:
     def _glance(self, scale: float) -> Lower:
         """By sums of suprema alone."""
         with torch.no_grad(), self._roughly():
-            settled = self._settle(scale)
-        cheap = self._cheaply(scale, settled)
-        margins = torch.full((len(cheap) + 1,), math.inf, dtype=torch.float64)
-        margins[self.walk.others] = cheap
-        s = int(cheap.argmin())
-        losses = {"first order": float(self._slopes[s]) * scale}
-        losses |= {name: float(rest[s]) for name, rest in settled.rests.items()}
-        losses["rounding"] = losses.get("rounding", 0.0) + float(settled.tiny[s])
-        return Lower(margins, float(cheap[s]), losses)
+            return self._settle(scale).glance(scale)
 
     @contextmanager
     def _roughly(self) -> Iterator[None]:
@@ -208,23 +169,23 @@ class Margins:
         finally:
             self._sharp = True
 
-    def _settle(self, scale: float, careful: bool = True) -> _Settled:
+    def _settle(self, scale: float, careful: bool = True) -> Settled:
         """Every local learns of the scale; then what the margins lose."""
         size = Size.of(self.region, scale, careful)
         moved, radius = self._moved(size), size.radius
         tiny = up(self._margins.tiny(scale, moved[:-1]) + self.walk.row_error * moved[-1], 1e-12)
         if not bool(torch.isfinite(moved).all()):  # nothing is known of what comes after some place
-            return _Settled(radius, tiny, {"carried rests": torch.full_like(tiny, math.inf)})
+            return Settled(self._leads, radius, tiny, {"carried rests": torch.full_like(tiny, math.inf)})
         if self._batches.expanded:
-            return _Settled(radius, tiny, self._batches.at_end(radius, tiny))
+            return Settled(self._leads, radius, tiny, self._batches.at_end(radius, tiny))
         enough = None if self._sharp else torch.full_like(tiny, math.inf)
-        settled = _Settled(radius, tiny, self._batches.at_end(radius, tiny, enough))
-        left = self._cheaply(scale, settled)
+        settled = Settled(self._leads, radius, tiny, self._batches.at_end(radius, tiny, enough))
+        left = settled.cheap(scale)
         hopeless = not bool((left > -_HOPELESS * self.walk.margins).all())
         if self._sharp or self._batches.vast or hopeless or bool((left > 0).all()):
             return settled
         enough = _LITTLE * self.walk.margins.clamp(min=0.0)
-        return _Settled(radius, tiny, self._batches.at_end(radius, tiny, enough))
+        return Settled(self._leads, radius, tiny, self._batches.at_end(radius, tiny, enough))
 
     def _moved(self, size: Size) -> Tensor:
         """Bounds of ‖δ‖ at all places, and at the features."""
@@ -276,60 +237,6 @@ class Margins:
         if attention is not None and i in batches.outputs:
             attention.output_rests = batches.ranges(batches.outputs[i], size.radius)[0]
         return moves
-
-    def _lower(self, scale: float, settled: _Settled, prove: bool = True, branches: int = _FEW) -> Lower:
-        """The margins in order of a cheap bound; a trust-region problem for those that it leaves in question.
-
-        What was settled for a scale holds on all smaller ones. Without a proof these are guesses of what it would give.
-        """
-        walk, first, cheap = self.walk, self._slopes * scale, self._cheaply(scale, settled)
-        margins = torch.full((len(walk.others) + 1,), math.inf, dtype=torch.float64)
-        margins[walk.others] = cheap
-        worst, losses, parts = math.inf, {"first order": float(first.amax())}, 1
-        for s in cheap.argsort().tolist():
-            if float(cheap[s]) >= worst or worst <= 0:
-                break
-            minorant = self._minorant(s, settled)
-            lowest = minorant.least(scale, _STEPS, branches, prove=prove)
-            bound, parts = max(lowest.value, float(cheap[s])), max(parts, lowest.parts)
-            margins[walk.others[s]] = bound
-            if not bound >= worst:
-                worst, losses = bound, minorant.problem.breakdown(lowest.point, float(walk.margins[s]) - bound)
-        return Lower(margins, worst, losses, parts)
-
-    def _cheaply(self, scale: float, settled: _Settled) -> Tensor:
-        """(classes - 1) bounds of the margins in which everything that is lost is added up."""
-        lost = up(settled.lost + self._slopes * scale, 1e-10)
-        cheap = self.walk.margins - lost - self.walk.margins.abs() * 1e-15
-        return cheap.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-
-    def _minorant(self, s: int, settled: _Settled) -> Minorant:
-        if s not in settled.minorants:
-            value = float(self.walk.margins[s])
-            problem = Problem.of(value, self._margins.X[s], _TRIFLE * max(value, 0.0) / max(1, len(self.walk.curved)))
-            problem.lose("rounding", float(settled.tiny[s]))
-            if self._batches.expanded:
-                self._expand(problem, s, settled)
-            elif math.isfinite(settled.tiny[s]):  # otherwise not all places know of the scale
-                self._take(problem, s, settled.radius)
-            settled.minorants[s] = Minorant(problem, self.region)
-        return settled.minorants[s]
-
-    def _take(self, problem: Problem, s: int, radius: float) -> None:
-        """What every place says of a margin."""
-        ends = self._batches.ends
-        for i, prepared in ends.prepared.items():
-            varying = ends.turning[i][s] * radius if i in ends.turning else None
-            self.walk.local(i).take(prepared, s, problem, varying)
-
-    def _expand(self, problem: Problem, s: int, settled: _Settled) -> None:
-        """The exact second order of a margin, and numbers for the third and for all that is beyond."""
-        jets = self._batches.jets
-        assert jets is not None
-        problem.add("second order", jets.forms[s], float(jets.unsure[s]))
-        for name, rest in settled.rests.items():
-            if name != "second order":
-                problem.lose(name, float(rest[s]))
 
     # -- the largest scale
 
@@ -435,7 +342,7 @@ class Margins:
         low, high, trial = known, scale, scale
         above, below = float(self.walk.margins.min()), -math.inf  # the margins there, or at 0
         for _ in range(_TRIALS):
-            lower = self._lower(trial, settled, prove=False)
+            lower = settled.lower(trial, prove=False)
             if lower.least > 0:
                 low, above = trial, lower.least
             else:
@@ -448,7 +355,7 @@ class Margins:
         for _ in range(_PROOFS):
             if low <= known:
                 break
-            lower = self._lower(low, settled)
+            lower = settled.lower(low)
             if lower.least > 0:
                 self._seen[low] = lower
                 return low

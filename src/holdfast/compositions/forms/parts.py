@@ -18,7 +18,8 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from holdfast.compositions.forms.margins import Lower, Margins
+from holdfast.compositions.forms.margins import Margins
+from holdfast.compositions.forms.settled import Lower
 from holdfast.errors import InputError
 from holdfast.linalg.rounding import up
 from holdfast.network.network import Network
