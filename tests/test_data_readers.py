@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from holdfast import data
+from holdfast.certification.examples import read_examples
 from holdfast.data.pickled import read_pickle
 from holdfast.errors import InputError, UnknownNameError
 
@@ -226,6 +227,7 @@ def test_a_file_of_ones_own(tmp_path):
     found = data.load(path)
     assert found.indices.tolist() == [0, 1, 2]
     assert [label for _, label in found] == [0, 2, 1]
+    assert found.checksum == read_examples(list(found)).checksum  # a run of the pairs can be checked by the file
     save_file({"inputs": torch.rand(2, 2), "labels": torch.tensor([0, 2, 1])}, path)
     with pytest.raises(InputError, match="do not fit"):
         data.load(path)

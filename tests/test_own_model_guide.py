@@ -17,12 +17,13 @@ def test_the_code_runs_from_the_class_to_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     blocks = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     script = tmp_path / "guide.py"
     script.write_text("\n".join(blocks), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(script))
     printed = capsys.readouterr().out
+    assert "x + LayerNorm → Attention" in printed
     assert "operator 'elu'" in printed
     assert "guide.py:" in printed  # the line of the user's own code
     assert (tmp_path / "page.html").stat().st_size > 1000

@@ -24,6 +24,9 @@ from holdfast.storage import Pathlike
 #: One input: a tensor without a batch dimension, or keyword arguments of a batch of one, as a tokenizer returns them.
 Example = Tensor | Mapping[str, Tensor]
 
+#: The name of inputs that a caller passed in Python: no other process can load them by it.
+GIVEN = "given inputs"
+
 _SMALLEST = 4  # pixels per side: fewer do not make an image
 
 
@@ -187,7 +190,7 @@ def _from_pairs(data: Any) -> Examples:
             "the inputs are of several shapes or kinds; expected tensors of one shape, or keyword arguments"
         )
     inputs = torch.stack(plain) if plain else keywords
-    return Examples("given inputs", "all", inputs, labels, tuple(range(len(pairs))), whole)
+    return Examples(GIVEN, "all", inputs, labels, tuple(range(len(pairs))), whole)
 
 
 def _are_pictures(inputs: Tensor) -> bool:

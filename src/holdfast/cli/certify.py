@@ -16,7 +16,7 @@ from torch import nn
 
 from holdfast import certification
 from holdfast.certification import Shard, Verification, read
-from holdfast.certification.examples import Data, ranges, read_examples, tokenised
+from holdfast.certification.examples import GIVEN, Data, ranges, read_examples, tokenised
 from holdfast.certification.lines import Header
 from holdfast.cli.inputs import Html, Json, Seed, refuse_same, writable
 from holdfast.cli.work import INTERRUPTED, emit_json, say_written
@@ -246,6 +246,11 @@ def verify(
 ) -> None:
     """Recompute records and test the perturbations, from the model alone: status 1 if something does not hold."""
     header = read(file).header
+    if header.data == GIVEN and (model is None or data is None):
+        raise InputError(
+            f"{file} was made from inputs given in Python; expected --model, such as FILE.py:FUNCTION, and --data "
+            "FILE.safetensors, or in Python holdfast.certification.verify(file, model, data)"
+        )
     name = model or header.model
     classifier = _classifier(name, weights, arg, download)
     examples = _examples(name, classifier, load(data or header.data, header.split, data_dir), download)

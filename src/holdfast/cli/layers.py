@@ -61,9 +61,7 @@ def bounds(as_json: Json = False) -> None:
                 table.add_row(*(str(row[column]) for column in ("name", "cost", "assumptions", "reference")))
         Console().print(table)
     offered = {"; ".join(row["guarantees"]) for row in rows}
-    Console().print(
-        f"All are upper bounds; guarantees: {', '.join(sorted(offered))}. None has a proof for rotary positions."
-    )
+    Console().print(f"All are upper bounds; guarantees: {', '.join(sorted(offered))}.")
 
 
 def bound(

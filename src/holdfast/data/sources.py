@@ -71,4 +71,5 @@ def _read_file(path: Path, split: str | None) -> Dataset:
     if labels.ndim != 1 or indices.shape != labels.shape or inputs.shape[:1] != labels.shape:
         shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
         raise InputError(f"{path}: the shapes {shapes} do not fit; expected inputs (b, …), labels (b,), indices (b,)")
-    return Dataset(str(path), split or "all", inputs, labels, indices, checksum(inputs, labels, indices))
+    given = (inputs, labels, indices) if "indices" in tensors else (inputs, labels)
+    return Dataset(str(path), split or "all", inputs, labels, indices, checksum(*given))

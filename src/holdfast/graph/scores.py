@@ -62,7 +62,7 @@ class Scores:
     def scaled(self, factor: Tensor | float, *, divide: bool = False) -> Scores:
         factor = torch.as_tensor(factor, dtype=torch.float64)
         if self.normalised or factor.numel() != 1:
-            refuse_attention("scores are multiplied by more than one number, or after softmax")
+            refuse_attention("multiplies scores after softmax, or by more than one number; put these on the queries")
         number = float(factor)
         scale = self.scale / number if divide else self.scale * number
         if scale < _SMALL * self.scale and bool(self.bias.isinf().any()):

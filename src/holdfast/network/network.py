@@ -56,6 +56,10 @@ class Network(BallMap):
         self.head = head
         self.name = name
 
+    def __repr__(self) -> str:
+        stages = "".join(f"\n  {_described(stage)}" for stage in self.stages)
+        return f"Network({self.name!r}, {len(self.head.bias)} classes):{stages}"
+
     def __call__(self, x: Array) -> Array:
         """The logits (…, classes)."""
         for stage in self.stages:
@@ -79,6 +83,13 @@ class Network(BallMap):
     def before(self, first: Piece) -> Network:
         """The network with one more piece in front: for perturbations that act through it, such as one token's."""
         return Network((first, *self.stages), self.head, self.name)
+
+
+def _described(stage: Piece | Residual) -> str:
+    """The pieces of a stage, by the names of their classes."""
+    if isinstance(stage, Piece):
+        return type(stage).__name__
+    return "x + " + " → ".join(type(piece).__name__ for piece in stage.pieces)
 
 
 def run(stage: Piece | Residual, u: Array) -> Array:
