@@ -9,11 +9,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from rich.progress import TimeRemainingColumn
 from safetensors.torch import save_file
 
 from certify_cases import labelled, linear_network, rows, starve
-from holdfast import InputError
+from holdfast import InputError, certify
 from holdfast.certification.examples import ranges
 from holdfast.cli import main
 from holdfast.cli.certify import read_radii
@@ -235,6 +236,13 @@ def test_a_cluster_that_cannot_be_used_gets_one_line(call: Call, options: str, m
     assert status == 2
     assert err.count("\n") == 1
     assert message in err
+
+
+def test_a_file_of_inputs_given_in_python_says_what_verify_needs(call: Call) -> None:
+    certify(linear_network(), [(torch.ones(1, 6), 0)], [0.1], out="given.jsonl")
+    status, _, err = call("verify given.jsonl")
+    assert status == 2
+    assert "was made from inputs given in Python; expected them as --data FILE.safetensors, and --model if" in err
 
 
 def test_the_progress_bar_shows_the_time_that_is_left() -> None:

@@ -16,6 +16,7 @@ from holdfast.models import DigitsViT, Transformer, VisionTransformer, config, l
 from holdfast.models.card import card
 from holdfast.models.hub import OnHub
 from holdfast.models.shelf import Shelved, read_shelved, shelved
+from holdfast.results import at_least, at_most
 
 pytest.importorskip("huggingface_hub")
 
@@ -86,10 +87,10 @@ def test_a_card_says_what_is_proved_of_a_model(model: Shelved) -> None:
     for part in ("Use", "What is proved", "Data", "Recipe", "Licence"):
         assert f"\n## {part}\n" in text
     for radius, share in run.accuracy.items():
-        assert f"| {radius} | {100 * share:.1f} % |" in text
+        assert f"| {radius} | {at_least(share)} % |" in text
     for share in run.attacked.values():
-        assert f" | {100 * share:.1f} % |" in text
-    assert f"{run.inputs:,} inputs of {run.data}, {100 * run.clean:.1f} % of them answered rightly" in text
+        assert f" | {at_most(share)} % |" in text
+    assert f"{run.inputs:,} inputs of {run.data}, {at_least(run.clean)} % of them answered rightly" in text
     assert model.command in text
     assert run.command in text
     assert f"- {run.data}" in text
@@ -133,5 +134,5 @@ def test_the_shelf_says_of_how_many_inputs_a_number_is() -> None:
     (model,) = (each for each in shelved() if each.name == "cifar10-best")
     test, (run,) = model.training["test"], model.certified
     assert f"{run.inputs} of" in shown
-    assert f"{100 * test['content_off']:.1f} instead of {100 * test['clean']:.1f}" in shown
+    assert f"{at_least(test['content_off'])} instead of {at_least(test['clean'])}" in shown
     assert f"of {test['inputs']} inputs" in shown

@@ -15,6 +15,7 @@ from holdfast import extras
 from holdfast.certification.examples import read_examples
 from holdfast.errors import HoldfastError, InputError
 from holdfast.progress import watching
+from holdfast.results import at_least, at_most
 
 X, Y = torch.arange(12.0).reshape(3, 2, 2), torch.tensor([0, 1, 1])
 
@@ -116,3 +117,15 @@ def test_a_model_by_name_and_a_log(caplog: pytest.LogCaptureFixture) -> None:
         run = holdfast.certify("digits", "digits-32", 0.01, "lofast", limit=1, guarantee="numerical", progress=False)
     assert run.model == "digits"
     assert "input " in caplog.text
+
+
+def test_shares_claim_no_more_than_was_found() -> None:
+    assert [at_least(share) for share in (0.3019, 0.3, 2 / 3, 0.9999, 1.0, 0.0)] == [
+        "30.1",
+        "30.0",
+        "66.6",
+        "99.9",
+        "100.0",
+        "0.0",
+    ]
+    assert [at_most(share) for share in (0.3011, 0.3, 1 / 3, 1.0, 0.0)] == ["30.2", "30.0", "33.4", "100.0", "0.0"]

@@ -120,4 +120,4 @@ def _reach(tokens: Tensor) -> float:
 
 def row_norms(z: Tensor) -> Tensor:
     """Lengths over the last dimension, from above."""
-    return outward(torch.linalg.vector_norm(z, dim=-1), z.shape[-1])
+    return frobenius_upper(z, (-1,))

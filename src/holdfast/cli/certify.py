@@ -246,10 +246,10 @@ def verify(
 ) -> None:
     """Recompute records and test the perturbations, from the model alone: status 1 if something does not hold."""
     header = read(file).header
-    if header.data == GIVEN and (model is None or data is None):
+    if header.data == GIVEN and data is None:
         raise InputError(
-            f"{file} was made from inputs given in Python; expected --model, such as FILE.py:FUNCTION, and --data "
-            "FILE.safetensors, or in Python holdfast.certification.verify(file, model, data)"
+            f"{file} was made from inputs given in Python; expected them as --data FILE.safetensors, and --model if "
+            f"{header.model!r} cannot be loaded, or in Python holdfast.certification.verify(file, model, data)"
         )
     name = model or header.model
     classifier = _classifier(name, weights, arg, download)

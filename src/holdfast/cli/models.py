@@ -19,6 +19,7 @@ from holdfast.errors import InputError
 from holdfast.models import ModelConfig, files, named_configs
 from holdfast.models.card import card
 from holdfast.models.shelf import Shelved, put_on_shelf, read_shelved, shelved
+from holdfast.results import at_least
 from holdfast.storage import parse_size, write_text
 from holdfast.studies.cifar_training import is_network
 from holdfast.studies.cifar_vit_shelf import put_network_on_shelf
@@ -99,11 +100,11 @@ def _shelf_table(shelf: tuple[Shelved, ...]) -> Table:
         test = model.training.get("test", {})
         off = ""
         if "content_off" in test:
-            off = f"{100 * test['content_off']:.1f} instead of {100 * test['clean']:.1f}\nof {test['inputs']} inputs"
+            off = f"{at_least(test['content_off'])} instead of {at_least(test['clean'])}\nof {test['inputs']} inputs"
         for run in model.certified:
-            shares = "\n".join(f"{100 * share:.1f} at {radius}" for radius, share in run.accuracy.items())
+            shares = "\n".join(f"{at_least(share)} at {radius}" for radius, share in run.accuracy.items())
             certified = f"{shares}\n({run.guarantee})"
-            table.add_row(model.name, f"{run.inputs} of\n{run.data}", f"{100 * run.clean:.1f}", certified, off)
+            table.add_row(model.name, f"{run.inputs} of\n{run.data}", at_least(run.clean), certified, off)
         if not model.certified:
             table.add_row(model.name, "", "", "", off)
     return table

@@ -6,6 +6,7 @@ import json
 import shlex
 
 from holdfast.models.shelf import Shelved, ShelvedRun
+from holdfast.results import at_least, at_most
 
 _LICENCE = "apache-2.0"
 
@@ -79,15 +80,15 @@ def _proved(model: Shelved) -> str:
 
 def _run(run: ShelvedRun) -> str:
     """One table; clean and certified accuracy are those of the same inputs."""
-    attacked = [f" {100 * run.attacked[radius]:.1f} % |" for radius in run.accuracy] if run.attacked else []
+    attacked = [f" {at_most(run.attacked[radius])} % |" for radius in run.accuracy] if run.attacked else []
     columns = f"| radius | {run.guarantee} |" + (" after an attack |" if attacked else "")
     lines = [
-        f"{run.inputs:,} inputs of {run.data}, {100 * run.clean:.1f} % of them answered rightly; by `{run.method}`:",
+        f"{run.inputs:,} inputs of {run.data}, {at_least(run.clean)} % of them answered rightly; by `{run.method}`:",
         "",
         columns,
         "|---" * (columns.count("|") - 1) + "|",
         *(
-            f"| {radius} | {100 * share:.1f} % |" + (attacked[place] if attacked else "")
+            f"| {radius} | {at_least(share)} % |" + (attacked[place] if attacked else "")
             for place, (radius, share) in enumerate(run.accuracy.items())
         ),
     ]
@@ -99,8 +100,8 @@ def _data(model: Shelved) -> str:
     how = "Trained and certified" if model.certified else "Trained"
     lines = [f"{how} on {', '.join(names)}." if (names := _data_sets(model)) else "Not recorded."]
     if "clean" in test:
-        off = f", and {100 * test['content_off']:.1f} % if attention sees no content" if "content_off" in test else ""
-        share = f"{100 * test['clean']:.1f} % are answered rightly{off}"
+        off = f", and {at_least(test['content_off'])} % if attention sees no content" if "content_off" in test else ""
+        share = f"{at_least(test['clean'])} % are answered rightly{off}"
         lines.append(f"Of all {test['inputs']:,} inputs of the split `{test['split']}` {share}.")
     if "measured_on" in model.training:
         lines.append(f"During training it was measured on {model.training['measured_on']}.")

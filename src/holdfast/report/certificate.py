@@ -16,7 +16,7 @@ from holdfast.errors import InputError
 from holdfast.report.changes import changes
 from holdfast.report.html import script_data, template
 from holdfast.report.numbers import down, up
-from holdfast.results import LOSSES, CertificationRun, Target
+from holdfast.results import LOSSES, CertificationRun, Target, at_least, at_most
 
 _COLOURS = ("#0072b2", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9")
 
@@ -34,8 +34,8 @@ def run_table(run: CertificationRun, *beside: CertificationRun) -> Table:
     if attacked is not None:
         table.add_column("after the\nattack", justify="right")
     for radius in dict.fromkeys((0.0, *(r for shown in runs for r in shown.radii))) if run.records else ():
-        row = [_percent(shown.accuracy(radius), math.floor) for shown in runs]
-        row += [] if attacked is None else [_percent(attacked.attacked(radius), math.ceil)]
+        row = [f"{at_least(shown.accuracy(radius))} %" for shown in runs]
+        row += [] if attacked is None else [f"{at_most(attacked.attacked(radius))} %"]
         table.add_row(f"{radius:.6g}", *row)
     return table
 
@@ -68,10 +68,6 @@ def _median(run: CertificationRun, name: str) -> float:
     """Over the correctly classified inputs."""
     values: list[float] = [getattr(record, name) for record in run.records if record.correct]
     return statistics.median(values or [0.0])
-
-
-def _percent(share: float, rounding: Any) -> str:
-    return f"{rounding(round(1000 * share, 6)) / 10:.1f} %"
 
 
 def plot_runs(runs: Sequence[CertificationRun]) -> Figure:

@@ -9,6 +9,7 @@ from holdfast.results.layers import AttackResult, BoundResult, LipschitzResult, 
 from holdfast.results.losses import LOSSES, mean_shares
 from holdfast.results.records import UNDECIDED, Certificate, RadiusEstimate, RadiusRecord
 from holdfast.results.run import CertificationRun, Target
+from holdfast.results.shares import at_least, at_most
 
 __all__ = [
     "LOSSES",
@@ -27,6 +28,8 @@ __all__ = [
     "Scope",
     "Side",
     "Target",
+    "at_least",
+    "at_most",
     "brief",
     "mean_shares",
 ]
