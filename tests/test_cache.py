@@ -47,6 +47,15 @@ def test_worst_case_is_the_best_of_all_vertices() -> None:
     assert bool(torch.isfinite(wide).all())
 
 
+def test_worst_case_of_tiny_values_and_of_masked_keys() -> None:
+    # At best the first key outweighs the second, while all that is left of both is e^-300 of the largest weight.
+    scores, apart = torch.tensor([[-300.0, 0.0]]).double(), torch.tensor([[200.0, 200.0]]).double()
+    values = torch.tensor([[1.0], [0.5]], dtype=torch.float64) * 2.0**-800
+    assert 1.0 <= float(largest_means(scores, apart, values)) * 2.0**800 <= 1 + 1e-9
+    scores, values = torch.tensor([[-torch.inf, 0.0, 0.0]]).double(), torch.tensor([[9.0], [1.0], [0.5]]).double()
+    assert 1.0 <= float(largest_means(scores, torch.full((1, 3), 1e4).double(), values)) <= 1 + 1e-9
+
+
 @pytest.mark.parametrize("per", ["channel", "token"])
 @pytest.mark.parametrize("bits", [2, 4, 8, None])
 def test_quantisers_keep_their_rule(bits: int | None, per: str) -> None:
@@ -61,6 +70,10 @@ def test_quantisers_keep_their_rule(bits: int | None, per: str) -> None:
         levels = ((read - x.amin(dim, keepdim=True)) / step).nan_to_num(nan=0.0)
         torch.testing.assert_close(levels, levels.round(), atol=1e-6, rtol=0)
         assert bool(((rule(read) - read).abs() <= 1e-9 * x.abs().max()).all())
+    same = torch.full((4, 4), 3.0, dtype=torch.float64)
+    assert bits is None or bool((rule.error(same) <= 1e-12).all())  # stored exactly
+    for tiny in (1e-300, 1e-308, 1e-320):
+        assert bool(((rule(tiny * x) - tiny * x).abs() <= rule.error(tiny * x)).all())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -74,6 +87,7 @@ def test_bounds_hold_for_random_caches(name: str, keys: str | None, values: str 
     assert r.moved is not None
     assert bool((r.moved <= r.value).all() and (r.lower <= r.value).all())
     assert bool((r.heads.sum(-2) >= r.value * (1 - 1e-9)).all())
+    assert bool((r.value <= r.norms).all())
     parts, repeats = layer.run(x), layer.h // layer.g
     K, V = parts.k[..., ::repeats, :, :], parts.v[..., ::repeats, :, :]
     k_error, v_error = (_errors(how, t, per) for how, t, per in ((keys, K, "channel"), (values, V, "token")))
@@ -126,6 +140,68 @@ def test_exact_cache_moves_nothing_and_one_value_alone_is_exact() -> None:
     assert bool((r.value[:, 0] <= 0.25 * case.layer.w_o[:2, 1].norm(dim=-1).sum() * (1 + 1e-6)).all())
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_norms(name: str) -> None:
+    layer, x = CASES[name].layer, CASES[name].x
+    parts, repeats = layer.run(x), layer.h // layer.g
+    shared = [t[..., ::repeats, :, :] for t in (parts.k, parts.v)]
+    errors = [0.01 * normal(*t.shape, seed=i).abs() for i, t in enumerate(shared)]
+    r = holdfast.cache_error(layer, x, *errors, attack=False)
+    k_error, v_error = (t.repeat_interleave(repeats, -3) for t in errors)
+    reach = parts.q.abs() @ k_error.mT * layer.scale
+    allowed = layer.allowed(x.shape[-2])
+    if allowed is not None:
+        reach = reach.masked_fill(~allowed.unsqueeze(-3), 0.0)
+        reach = reach * (allowed.sum(-1, keepdim=True) > 1).unsqueeze(-3)
+    y, p = parts.y, layer.whole_rows(parts.p)
+    values = parts.v if layer.sinks is None else torch.nn.functional.pad(parts.v, (0, 0, 0, 1))
+    spread = (p * (y.unsqueeze(-2) - values.unsqueeze(-3)).norm(dim=-1)).sum(-1)
+    moved = (2 * reach.amax(-1)).expm1() * spread + v_error.norm(dim=-1).amax(-1, keepdim=True)
+    torch.testing.assert_close(r.norms, (moved * torch.linalg.matrix_norm(layer.w_o, 2).unsqueeze(-1)).sum(-2))
+
+
+@pytest.mark.parametrize(("of_values", "of_map"), [(1e-162, 1.0), (1e-300, 1.0), (1e-200, 1e-90), (1e200, 1e60)])
+def test_lengths_whose_squares_underflow_or_overflow(of_values: float, of_map: float) -> None:
+    layer, x = CASES["masked"].layer, CASES["masked"].x
+    assert layer.b_v is not None
+    layer = layer.replace(w_v=of_values * layer.w_v, b_v=of_values * layer.b_v, w_o=of_map * layer.w_o)
+    # With all values 10 % larger, the output is.
+    r = holdfast.cache_error(layer, x, values=0.1 * layer.run(x).v.abs(), attack=False)
+    assert bool((r.value >= 0.1 * r.size * (1 - 1e-6)).all())
+    assert bool((r.value <= r.size).all())
+
+
+def test_small_bounds_of_large_values() -> None:
+    layer = make_case("", n=3, d=4, k=2, causal=True).layer
+    r = holdfast.cache_error(
+        layer, normal(3, 4), values=torch.full((layer.g, 3, 2), 1e-200, dtype=torch.float64), attack=False
+    )
+    moved = 1e-200 * layer.w_o.sum((0, 1)).norm()  # where every value is larger by its bound
+    assert bool((r.value >= moved).all())
+    assert float(r.value[0]) <= 1e-100  # the first token sees itself alone
+
+
+@pytest.mark.parametrize("name", ["rotary, grouped", "normed"])
+def test_keys_do_not_matter_where_there_is_one(name: str) -> None:
+    r = holdfast.cache_error(CASES[name].layer, 100 * CASES[name].x, "int4", attack=False)
+    assert bool((r.value[..., 0] <= 1e-100).all())
+    assert bool((r.value[..., 1:] > 1e-100).all())
+
+
+@pytest.mark.parametrize("size", [1e-310, 30.0, 1e5, 1e100, 1e200, 1e300])
+@pytest.mark.parametrize("name", CASES)
+def test_no_result_is_not_a_number(name: str, size: float) -> None:
+    layer, x = CASES[name].layer, CASES[name].x
+    for r in (holdfast.cache_error(layer, size * x, "int2", "int4"), _with_bounds(layer, x, size)):
+        assert not any(bool(t.isnan().any()) for t in (r.value, r.heads, r.norms, r.lower, r.size))
+        assert bool((r.value <= r.norms).all())
+
+
+def _with_bounds(layer: holdfast.AttentionLayer, x: Tensor, size: float) -> holdfast.CacheError:
+    parts, repeats = layer.run(x), layer.h // layer.g
+    return holdfast.cache_error(layer, x, *(torch.full_like(t[:, ::repeats], size) for t in (parts.k, parts.v)))
+
+
 def test_the_attack_of_one_token_is_close_to_its_bound() -> None:
     case = CASES["rotary, grouped"]
     r = holdfast.cache_error(case.layer, case.x, "int8", "int8", token=-1)
@@ -152,6 +228,8 @@ def test_errors() -> None:
         holdfast.cache_error(case.layer, case.x, keys="int")
     with pytest.raises(InputError, match=r"keys has shape \(2,\); expected bounds of every entry, \(2, 2, 5, 3\)"):
         holdfast.cache_error(case.layer, case.x, keys=torch.zeros(2))
+    with pytest.raises(InputError, match=">= 0 and finite"):
+        holdfast.cache_error(case.layer, case.x, keys=torch.full((2, 2, 5, 3), torch.inf))
     with pytest.raises(InputError, match="token is 7; x has 5 tokens"):
         holdfast.cache_error(case.layer, case.x, keys="int4", token=7)
     with pytest.raises(InputError, match="bits is 0; expected 1 to 16"):

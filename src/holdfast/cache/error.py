@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,12 +18,13 @@ from holdfast.cache.quantise import Per, Quantiser, quantiser
 from holdfast.cache.worst_case import largest_means
 from holdfast.errors import InputError, SoundnessError
 from holdfast.linalg import Array, Ball, MatrixOperator, upper
-from holdfast.linalg.rounding import down, frobenius, up
+from holdfast.linalg.rounding import FLOOR, down, frobenius, power_of_two, up
 
 Stored = Quantiser | str | Tensor | None
 _STEPS, _STARTS = 12, 2  # of the attack
 _ROUND = 2.0**-44  # pays for the rounding of a few operations on numbers >= 0 …
 _SUMS = 2.0**-40  # … and of sums of some thousand of them
+_TINY = 1e-140  # more than a length loses by squares that underflow, where the largest value and weight are about 1
 
 
 @final
@@ -33,7 +35,7 @@ class CacheError:
     Attributes:
         value: (b…, n) a proved bound of the movement of the layer's output at each token.
         heads: (b…, h, n) the same of each head's contribution to it.
-        norms: (b…, n) what norms alone prove, for comparison: (e^{2t} - 1) times the mean distance of the values.
+        norms: (b…, n) what norms alone prove, never less: (e^{2t} - 1) times the mean distance of the values.
         lower: (b…, n) how far the witness moves each token, rounded down.
         witness: the keys (b…, g, n, k) and values (b…, g, n, k_v) of a cache within the bounds.
         moved: (b…, n) how far the quantised cache itself moves each token, rounded down; None for given bounds.
@@ -95,22 +97,20 @@ def cache_error(
         raise InputError(f"token is {token}; x has {x.shape[-2]} tokens")
     with torch.no_grad():
         cache = _Cache(layer, x, keys, values)
-        bound = _CacheBound(cache)
-        heads = bound.heads
-        value = torch.minimum(up(heads.sum(-2), _SUMS), bound.together)
+        value, heads, norms = _CacheBound(cache).proved()
         actual = cache.read
         moved = None if actual is None else cache.movement(*actual)
     start = actual or (cache.keys.mid, cache.values.mid)
     witness = _climbed(cache, start, token, seed) if attack else cache.inside(*start)
     with torch.no_grad():
         lower = cache.movement(*witness)
-        size = frobenius(cache.output, (-1,)).upper
+        size = _or_infinite(frobenius(cache.output, (-1,)).upper)
     for attained in (lower, moved):
         if attained is not None and bool((attained > value).any()):
             raise SoundnessError(
                 "cache_error found a cache that moves the output further than its bound; please report it"
             )
-    return CacheError(value, heads, bound.norms, lower, witness, moved, size, time.perf_counter() - began)
+    return CacheError(value, heads, norms, lower, witness, moved, size, time.perf_counter() - began)
 
 
 class _Cache:
@@ -165,9 +165,10 @@ def _stored(how: Stored, exact: Ball, name: str, per: Per) -> tuple[Tensor, Tens
     if how is None:
         return torch.zeros_like(exact.mid), exact.mid
     if isinstance(how, Tensor):
-        if how.shape != exact.shape or not bool((how >= 0).all()):
+        if how.shape != exact.shape or not bool(((how >= 0) & (how < math.inf)).all()):
             raise InputError(
-                f"{name} has shape {tuple(how.shape)}; expected bounds of every entry, {tuple(exact.shape)}, >= 0"
+                f"{name} has shape {tuple(how.shape)}; expected bounds of every entry, {tuple(exact.shape)}, >= 0 "
+                "and finite"
             )
         return how.double(), exact.mid
     rule = quantiser(how, per) if isinstance(how, str) else how
@@ -178,21 +179,32 @@ def _stored(how: Stored, exact: Ball, name: str, per: Per) -> tuple[Tensor, Tens
 
 
 class _CacheBound:
-    """Proved bounds of the movement, head by head and together."""
+    """Proved bounds of the movement, head by head and together.
+
+    The movement is linear in the values and in W^O. Powers of two bring both to size 1, so that squares of lengths
+    neither underflow nor overflow; all but `proved` is in these units.
+    """
 
     def __init__(self, cache: _Cache) -> None:
-        self._cache = cache
         layer = cache.layer
         query, keys = cache.query, cache.per_head(cache.keys)
-        reach = (_size(query) @ cache.per_head(cache.key_error).mT) * abs(layer.scale)
+        reach = ((_size(query) @ cache.per_head(cache.key_error).mT) + layer.k * FLOOR) * abs(layer.scale)
         scores = query @ keys.mT * layer.scale
         reach = up(reach, _SUMS)
         low, high = (layer.complete(Ball.exact(t)) for t in (scores.lower - reach, scores.upper + reach))
         masked = high.mid == -torch.inf
-        self._scores = ((low.lower + high.upper) / 2).masked_fill(masked, -torch.inf)
-        apart = (up((high.upper - low.lower) / 2, _ROUND) + self._scores.abs() * 2.0**-50).masked_fill(masked, 0.0)
-        self._apart = apart
-        self._value, self._error = cache.per_head(cache.values), cache.per_head(cache.value_error)
+        #: (b…, h, n, 1) rows of one key: its probability is 1 whatever its score.
+        self._alone = ((~masked).sum(-1, keepdim=True) == 1) & (layer.sinks is None)
+        fixed = masked | self._alone
+        self._scores = ((low.lower + high.upper) / 2).masked_fill(fixed, 0.0).masked_fill(masked, -torch.inf)
+        apart = (up((high.upper - low.lower) / 2, _ROUND) + self._scores.abs() * 2.0**-50).masked_fill(fixed, 0.0)
+        self._reach, self._apart = reach.masked_fill(fixed, 0.0), apart
+        self._p, self._sinks = layer.softmax(layer.complete(scores)), layer.sinks is not None
+        value, error = cache.per_head(cache.values), cache.per_head(cache.value_error)
+        of_values = power_of_two(torch.maximum(_size(value), error), (-3, -2, -1))
+        of_map = power_of_two(cache.w_o.mid, (-3, -2, -1))
+        self._value, self._error, self._w_o = value / of_values, error / of_values, cache.w_o / of_map
+        self._unit = (of_values * of_map).clamp(min=FLOOR).squeeze(-1)  # (b…, 1, 1)
         if layer.sinks is not None:
             sinks = layer.sinks[:, None, None].expand(*apart.shape[:-1], 1)
             self._scores, self._apart = torch.cat([self._scores, sinks], -1), torch.nn.functional.pad(apart, (0, 1))
@@ -200,16 +212,16 @@ class _CacheBound:
     @cached_property
     def _basis(self) -> Tensor:
         """(h, k_v, k_v) near the left singular vectors of W_l^O."""
-        return torch.linalg.svd(self._cache.w_o.mid, full_matrices=False).U.contiguous() if self._wide else self._eye
+        return torch.linalg.svd(self._w_o.mid, full_matrices=False).U.contiguous() if self._wide else self._eye
 
     @property
     def _wide(self) -> bool:
-        return self._cache.w_o.shape[-1] >= self._cache.w_o.shape[-2]
+        return self._w_o.shape[-1] >= self._w_o.shape[-2]
 
     @property
     def _eye(self) -> Tensor:
-        h, k = self._cache.w_o.shape[:2]
-        return torch.eye(k, dtype=torch.float64, device=self._cache.w_o.device).expand(h, k, k)
+        h, k = self._w_o.shape[:2]
+        return torch.eye(k, dtype=torch.float64, device=self._w_o.device).expand(h, k, k)
 
     @cached_property
     def coordinates(self) -> Tensor:
@@ -217,21 +229,29 @@ class _CacheBound:
 
         That is exact for one head, row and coordinate: the scores of a row fill their box.
         """
-        cache, layer = self._cache, self._cache.layer
         at = self._value @ Ball.exact(self._basis)
-        mean = layer.softmax(layer.complete(cache.query @ cache.per_head(cache.keys).mT * layer.scale)) @ at
+        mean = self._p @ at
         high, low = at.upper, at.lower
-        if layer.sinks is not None:  # one more key, without a value
+        if self._sinks:  # one more key, without a value
             high, low = (torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (high, low))
         above = largest_means(self._scores, self._apart, high) - mean.lower
         below = largest_means(self._scores, self._apart, -low) + mean.upper
-        return up(torch.maximum(above, below).clamp(min=0.0), _ROUND)
+        return up(torch.maximum(above, below).clamp(min=0.0), _ROUND).masked_fill(self._alone, 0.0)
 
     def _stored_values(self, sizes: Tensor) -> Tensor:
         """(b…, h, n) the largest Σ_j p_j size_j, for sizes (b…, h, n) of what values may be off by."""
-        if self._cache.layer.sinks is not None:
+        if self._sinks:
             sizes = torch.nn.functional.pad(sizes, (0, 1))
         return largest_means(self._scores, self._apart, sizes.unsqueeze(-1)).squeeze(-1)
+
+    def proved(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(b…, n), (b…, h, n), (b…, n): `value`, `heads` and `norms` of the result."""
+        heads = torch.minimum(self.heads, self.by_norms)
+        value = torch.minimum(up(heads.sum(-2), _SUMS), self.together)
+        norms = up(self.by_norms.sum(-2), _SUMS)
+        value, heads, norms = (up(t + _TINY, _ROUND) for t in (value, heads, norms))
+        unit = self._unit.squeeze(-1)
+        return value * unit + FLOOR, heads * self._unit + FLOOR, norms * unit + FLOOR
 
     @cached_property
     def heads(self) -> Tensor:
@@ -239,7 +259,7 @@ class _CacheBound:
 
         z = yB are the coordinates, N = BᵀW^O but for rounding, and W^O - BN is bounded by itself.
         """
-        B, W = Ball.exact(self._basis), self._cache.w_o
+        B, W = Ball.exact(self._basis), self._w_o
         N = Ball.exact(self._basis.mT @ W.mid)
         weights = up(_size(N @ N.mT).sum(-1), _ROUND)  # (h, k_v)
         moved = up((self.coordinates.square() * weights.unsqueeze(-2)).sum(-1).sqrt(), _SUMS)
@@ -250,37 +270,43 @@ class _CacheBound:
         bent = ((d @ _size(W @ W.mT)) * d).sum(-1).sqrt()
         plain = torch.linalg.vector_norm(d, dim=-1) * self._norms.unsqueeze(-1)
         stored = self._stored_values(up(torch.minimum(bent, plain), _SUMS))
-        return up(moved + stored + left.unsqueeze(-1) * longest * 2, _SUMS)
+        return _or_infinite(up(moved + stored + left.unsqueeze(-1) * longest * 2, _SUMS))
 
     @cached_property
     def together(self) -> Tensor:
         """(b…, n) ‖W^O‖ times the length of all heads' movements: ‖y‖ <= ‖yB‖ / (1 - ‖BᵀB - 1‖)^½."""
         B = Ball.exact(self._basis)
         off = frobenius(B.mT @ B - self._eye).upper.amax()
-        norm = upper(MatrixOperator(self._cache.w_o.flatten(0, 1))).value
+        norm = upper(MatrixOperator(self._w_o.flatten(0, 1))).value
         moved = self.coordinates.square().sum(-1).sqrt() / (1 - off).clamp(min=0.0).sqrt()
         stored = self._stored_values(up(torch.linalg.vector_norm(self._error, dim=-1), _SUMS))
-        return up((moved + stored).square().sum(-2).sqrt() * norm, _SUMS)
+        return _or_infinite(up((moved + stored).square().sum(-2).sqrt() * norm, _SUMS))
 
     @cached_property
     def _norms(self) -> Tensor:
         """(h) ‖W_l^O‖."""
-        return upper(MatrixOperator(self._cache.w_o)).value
+        return upper(MatrixOperator(self._w_o)).value
 
     @cached_property
-    def norms(self) -> Tensor:
-        """(b…, n) by norms: Σ_l ((e^{2t} - 1) Σ_j p_j |v_j - y| + max_j |error_j|) ‖W_l^O‖, t the largest of a row."""
-        cache, layer = self._cache, self._cache.layer
-        W = self._norms
-        p = layer.softmax(layer.complete(cache.query @ cache.per_head(cache.keys).mT * layer.scale)).mid
-        v = self._value.mid
-        y = p @ v
-        far = torch.cdist(y, v)
-        missing = (1 - p.sum(-1)).clamp(min=0.0) * torch.linalg.vector_norm(y, dim=-1)
-        spread = (p * far).sum(-1) + (missing if layer.sinks is not None else 0.0)
+    def by_norms(self) -> Tensor:
+        """(b…, h, n) by norms: ((e^{2t} - 1) Σ_j p_j |v_j - y| + max_j |error_j|) ‖W_l^O‖, t the largest of a row."""
+        y, p = self._p @ self._value, self._p.upper
+        mid, rad = self._value.mid, self._value.rad
+        if self._sinks:  # one more key, without a value
+            p = torch.cat([p, (-(self._p.sum(-1, keepdim=True) - 1.0)).upper], -1)
+            mid, rad = (torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (mid, rad))
+        # Differences are taken before they are squared: inner products would cancel where values are close.
+        far = torch.cdist(y.mid, mid, compute_mode="donot_use_mm_for_euclid_dist")
+        off_y, off_v = (torch.linalg.vector_norm(t, dim=-1) for t in (y.rad, rad))
+        spread = (p * (far + off_y.unsqueeze(-1) + off_v.unsqueeze(-2) + _TINY)).sum(-1)
         errors = torch.linalg.vector_norm(self._error, dim=-1).amax(-1, keepdim=True)
-        moved: Tensor = (((2 * self._apart.amax(-1)).expm1() * spread + errors) * W.unsqueeze(-1)).sum(-2)
-        return up(moved, 1e-9)
+        moved = (2 * self._reach.amax(-1)).expm1() * spread + errors
+        return _or_infinite(up(moved * self._norms.unsqueeze(-1), 1e-9))
+
+
+def _or_infinite(bound: Tensor) -> Tensor:
+    """What is not a number bounds nothing."""
+    return bound.masked_fill(bound.isnan(), torch.inf)
 
 
 def _size(t: Ball) -> Tensor:

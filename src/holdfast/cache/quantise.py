@@ -10,11 +10,12 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from holdfast.errors import InputError
-from holdfast.linalg.rounding import up
+from holdfast.linalg.rounding import FLOOR, up
 
 Per = Literal["channel", "token"]
 _LARGEST_FP8 = 448.0  # of torch.float8_e4m3fn
 _SLACK = 2.0**-40  # more than the float64 rounding of a step and of a product with it
+_LEAST = 2.0**-1000  # of steps and scales, so that these themselves are rounded without underflow
 
 
 @final
@@ -25,7 +26,7 @@ class Quantiser:
     Integers of `bits` bits: x is stored as round((x - least) / step), half to even, step = (largest - least) / (2^bits
     - 1), and read as least + step · integer; least and largest are those of a channel (over all tokens) or of a token.
     So |read - x| <= step / 2. With bits None, fp8 (e4m3): x / s is rounded to the nearest such number, s the largest
-    |x| / 448; then |read - x| <= max(|x| / 16, s / 1024).
+    |x| / 448; then |read - x| <= max(|x| / 16, s / 1024). Steps and s are at least 2⁻¹⁰⁰⁰.
 
     Args:
         bits: 1 to 16, or None for fp8.
@@ -61,18 +62,16 @@ class Quantiser:
             return up(torch.maximum(x.abs() / 16, scale / 1024), _SLACK)
         least, step = self._grid(x)
         # The sum least + step · integer is rounded once more.
-        return (up(step / 2, _SLACK) + (x.abs() + least.abs() + step) * 2.0**-50).expand_as(x)
+        return (up(step / 2, _SLACK) + (x.abs() + least.abs() + step) * 2.0**-50 + FLOOR).expand_as(x)
 
     def _grid(self, x: Tensor) -> tuple[Tensor, Tensor]:
         assert self.bits is not None
         dim = -2 if self.per == "channel" else -1
         least, largest = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-        step = (largest - least) / (2**self.bits - 1)
-        return least, torch.where(step > 0, step, 1.0)
+        return least, ((largest - least) / (2**self.bits - 1)).clamp(min=_LEAST)
 
     def _fp8_scale(self, x: Tensor) -> Tensor:
-        scale = x.abs().amax(-2 if self.per == "channel" else -1, keepdim=True) / _LARGEST_FP8
-        return torch.where(scale > 0, scale, 1.0)
+        return (x.abs().amax(-2 if self.per == "channel" else -1, keepdim=True) / _LARGEST_FP8).clamp(min=_LEAST)
 
 
 def quantiser(name: str, per: Per) -> Quantiser:
