@@ -1,0 +1,43 @@
+"""Models as people write them: read as what they are, or refused in one clear line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import holdfast
+from holdfast.errors import HoldfastError
+
+
+class Written(nn.Module):
+    """Three classes from a formula that uses the maps a and h of four numbers."""
+
+    def __init__(self, formula: Callable[[Written, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.h, self.w = nn.Linear(4, 4), nn.Linear(4, 3), nn.Parameter(torch.rand(4) + 0.5)
+        self._formula = formula
+        self.eval()
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self._formula(self, z)
+
+
+def certified(model: nn.Module, x: Tensor, **options: Any) -> Any:
+    (record,) = holdfast.certify(model, [(x, 0)], radii=[0.1], progress=False, **options).records
+    return record
+
+
+def refused(model: nn.Module, x: Tensor, line: str, **options: Any) -> None:
+    with pytest.raises(HoldfastError, match=line) as error:
+        certified(model, x, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_an_answer_that_ignores_every_token_that_moves() -> None:
+    model = Written(lambda self, z: self.h(torch.cat([self.w.expand(len(z), 1, -1), z], 1)[:, 0]))
+    refused(model, torch.randn(2, 4), "the logits of Written do not depend on what moves")
