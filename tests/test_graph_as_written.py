@@ -41,3 +41,10 @@ def refused(model: nn.Module, x: Tensor, line: str, **options: Any) -> None:
 def test_an_answer_that_ignores_every_token_that_moves() -> None:
     model = Written(lambda self, z: self.h(torch.cat([self.w.expand(len(z), 1, -1), z], 1)[:, 0]))
     refused(model, torch.randn(2, 4), "the logits of Written do not depend on what moves")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_models_in_half_precision_are_read_in_float64(dtype: torch.dtype) -> None:
+    model, x = Written(lambda self, z: self.h(torch.relu(self.a(z)))).to(dtype), torch.randn(4).to(dtype)
+    radius = certified(model, x).radius
+    assert radius == certified(model.double(), x.double()).radius > 0
