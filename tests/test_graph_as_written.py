@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import holdfast
+from graph_cases import check
 from holdfast.errors import HoldfastError
+from holdfast.graph import to_network
 
 
 class Written(nn.Module):
@@ -48,3 +51,27 @@ def test_models_in_half_precision_are_read_in_float64(dtype: torch.dtype) -> Non
     model, x = Written(lambda self, z: self.h(torch.relu(self.a(z)))).to(dtype), torch.randn(4).to(dtype)
     radius = certified(model, x).radius
     assert radius == certified(model.double(), x.double()).radius > 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda u: u + functional.gelu(u),
+        lambda u: functional.gelu(u) - 0.5 * u,  # 0.5 u erf(u/√2)
+        lambda u: 0.1 * u + functional.gelu(u, approximate="tanh"),
+        lambda u: u + functional.silu(u),
+        lambda u: 1 - 2 * u + torch.tanh(3 * u),
+        lambda u: u + 3 * torch.sigmoid(u),
+        lambda u: u + functional.relu(2 * u),
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_what_an_activation_is_of_may_be_added_to_it(function: Callable[[Tensor], Tensor], tokens: int) -> None:
+    check(Written(lambda self, z: self.h(function(self.a(z))).mean(1)), torch.randn(2, tokens, 4))
+
+
+def test_a_sum_that_falls_somewhere_does_not_change_places_with_a_maximum() -> None:
+    """The conversion itself compares network and model, and would refuse what was exchanged."""
+    for sign in (1, -1):
+        model = Written(lambda self, z, c=sign: self.h((torch.tanh(z) + 0.7 * c * z).amax(1)))
+        assert to_network(model, torch.randn(2, 3, 4)).equality.difference < 1e-12

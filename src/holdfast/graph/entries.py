@@ -326,12 +326,17 @@ class EntryReader:
         known = recognise(x.formula)
         if known is None:
             refuse("ends a formula that is not a known activation: " + ", ".join(_names(x.formula)))
+        if known.beside:  # c x + f(x) is a residual branch, and c times it
+            x = replace(x, value=structure.matrix_of(x.value).view(x.value.shape))
         value = x.value if known.before == 1.0 else x.value.scaled(known.before)
         shape = value.shape
         point = structure.matrix_of(value)
         active = torch.ones(point.shape[1], dtype=torch.bool)
         out = structure.through(point, point.shape, _on_channels(known.phi, active), label=known.phi.name).view(shape)
-        out = out if known.after == 1.0 else out.scaled(known.after)
+        after = known.after / (known.beside or 1.0)
+        out = out if after == 1.0 else out.scaled(after)
+        if known.beside:
+            out = structure.sum_of([x.value, out]).view(shape).scaled(known.beside)
         return out.shifted(known.constant) if known.constant else out
 
     # -- divided by the root of mean squares
