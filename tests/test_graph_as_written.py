@@ -13,7 +13,8 @@ from torch.nn import functional
 import holdfast
 from graph_cases import check
 from holdfast.errors import HoldfastError
-from holdfast.graph import to_network
+from holdfast.graph.entrywise import X, function, rising
+from holdfast.layers.norm.piece import LayerNorm, RMSNorm
 
 
 class Written(nn.Module):
@@ -71,7 +72,33 @@ def test_what_an_activation_is_of_may_be_added_to_it(function: Callable[[Tensor]
 
 
 def test_a_sum_that_falls_somewhere_does_not_change_places_with_a_maximum() -> None:
-    """The conversion itself compares network and model, and would refuse what was exchanged."""
-    for sign in (1, -1):
-        model = Written(lambda self, z, c=sign: self.h((torch.tanh(z) + 0.7 * c * z).amax(1)))
-        assert to_network(model, torch.randn(2, 3, 4)).equality.difference < 1e-12
+    kinked = function("relu", X.scaled(2.0))
+    assert rising(kinked)
+    assert rising(kinked + X.scaled(0.7))
+    assert not rising(kinked + X.scaled(-0.7))
+
+
+def inverse_root(z: Tensor) -> Tensor:
+    return torch.rsqrt(z.square().mean(-1, keepdim=True) + 1e-5)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda w, z: w * z * inverse_root(z),
+        lambda w, z: z * w / torch.sqrt(z.square().mean(-1, keepdim=True) + 1e-5),
+        lambda w, z: w * (z * inverse_root(z)),
+        lambda w, z: w * (z - z.mean(-1, keepdim=True)) * torch.rsqrt(z.var(-1, correction=0, keepdim=True) + 1e-5),
+    ],
+)
+def test_the_weights_of_a_norm_may_come_before_it(norm: Callable[[Tensor, Tensor], Tensor]) -> None:
+    converted = check(Written(lambda self, z: self.h(norm(self.w, self.a(z))).mean(1)), torch.randn(2, 3, 4))
+    (weighed,) = [piece for piece in converted.network.stages if isinstance(piece, LayerNorm | RMSNorm)]
+    torch.testing.assert_close(weighed.gamma, Written(norm).w.double())
+
+
+def test_a_norm_of_something_else_is_refused() -> None:
+    w = torch.rand(3, 4) + 0.5  # other numbers for every token
+    for other in (lambda self, z: self.w + z, lambda self, z: w * z, lambda self, z: self.h.weight[0, 0] * self.a(z)):
+        model = Written(lambda self, z, of=other: self.h(of(self, z) * inverse_root(z)).mean(1))
+        refused(model, torch.randn(3, 4), "something other than what it divides")

@@ -216,6 +216,14 @@ def multiple(a: Moving, b: Moving) -> float | None:
     return c if len(a.terms) == len(b.terms) and same(close, b.scaled(c)) else None
 
 
+def ratio(a: Moving, b: Moving) -> Float64[Tensor, " d"] | None:
+    """The numbers w with a = w ∘ b, the same along the last dimension of all rows; None where there are none."""
+    if a.shape != b.shape or not bool(b.terms[0].gain.all()):
+        return None
+    w = (a.terms[0].gain / b.terms[0].gain).flatten(0, -2)[0]
+    return w if same(a, b.scaled(w)) else None
+
+
 def added(a: Moving, b: Moving) -> Moving | None:
     """The sum of two functions of the same rows of one point; None where they are of different ones."""
     shape = broadcast(a.shape, b.shape)
