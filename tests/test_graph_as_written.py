@@ -102,3 +102,25 @@ def test_a_norm_of_something_else_is_refused() -> None:
     for other in (lambda self, z: self.w + z, lambda self, z: w * z, lambda self, z: self.h.weight[0, 0] * self.a(z)):
         model = Written(lambda self, z, of=other: self.h(of(self, z) * inverse_root(z)).mean(1))
         refused(model, torch.randn(3, 4), "something other than what it divides")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("back", [lambda u, to: u.double().to(to), lambda u, to: u.to(to)])
+def test_a_cast_to_float32_inside_is_rounding(dtype: torch.dtype, back: Callable[..., Tensor]) -> None:
+    """The network is that of the model without the cast, and so are its radii."""
+    model = Written(lambda self, z: self.h(back(functional.gelu(self.a(z).float()), z.dtype)))
+    plain = Written(lambda self, z: self.h(functional.gelu(self.a(z))))
+    for x in torch.randn(2, 4):
+        radius = certified(model.to(dtype), x.to(dtype), method="gains").radius
+        assert radius == certified(plain.to(dtype), x.to(dtype), method="gains").radius > 0
+
+
+def test_a_cast_inside_excuses_no_more_than_its_rounding() -> None:
+    """With gradients these models return something else: by more than 1e-4 with a cast, by less without."""
+    for change, inner in ((2e-3, torch.float32), (1e-6, torch.float64)):
+        model = Written(
+            lambda self, z, c=change, to=inner: (
+                self.h(functional.gelu(self.a(z).to(to)).to(z.dtype)) * (1 + c * torch.is_grad_enabled())
+            )
+        )
+        refused(model.double(), torch.randn(4).double(), "not the model in torch.float64 with gradients")
