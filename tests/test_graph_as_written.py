@@ -124,3 +124,45 @@ def test_a_cast_inside_excuses_no_more_than_its_rounding() -> None:
             )
         )
         refused(model.double(), torch.randn(4).double(), "not the model in torch.float64 with gradients")
+
+
+LINEAR, TOKENS = Written(lambda self, z: self.h(z)), Written(lambda self, z: self.h(z).mean(1))
+IMAGE = Written(lambda self, z: self.h(z.flatten(1)))
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "options", "line"),
+    [
+        (TOKENS, torch.randn(2, 4), {"perturb": ("layer", 0)}, "Written has no attention, and so no layers"),
+        (IMAGE, torch.full((1, 2, 2), 0.3), {"perturb": "contrast"}, "'contrast', and the numbers of the image are"),
+        (LINEAR, torch.ones(4), {"norm": "linf", "clip": (1, 1)}, r"clip is \(1.0, 1.0\); .* then a larger one"),
+        (LINEAR, torch.ones(4).double() * 1e200, {}, "logits .* are not finite, .* do not overflow"),
+    ],
+)
+def test_what_cannot_move_gets_one_line(model: nn.Module, x: Tensor, options: dict[str, Any], line: str) -> None:
+    refused(model, x, line, **options)
+
+
+def test_weights_that_are_not_finite() -> None:
+    model = Written(lambda self, z: self.h(z))
+    with torch.no_grad():
+        model.h.weight[0, 0] = torch.inf
+    refused(model, torch.randn(4), "logits .* are not finite, .*; expected finite weights")
+
+
+@pytest.mark.parametrize("label", [0.5, torch.tensor(0.5), float("inf"), float("nan")])
+def test_a_label_is_a_whole_number(label: Any) -> None:
+    with pytest.raises(HoldfastError, match=r"a label is .*; expected whole numbers"):
+        holdfast.certify(LINEAR, [(torch.randn(4), label)], radii=[0.1], progress=False)
+
+
+@pytest.mark.parametrize(
+    ("part", "line"),
+    [(0, "has queries that do not move beside others"), (1, "has keys that do not"), (2, "has values that do not")],
+)
+def test_attention_of_which_one_part_is_fixed(part: int, line: str) -> None:
+    def formula(self: Written, z: Tensor) -> Tensor:
+        given = [self.a.weight[:3].expand(len(z), -1, -1) if i == part else self.a(z) for i in range(3)]
+        return self.h(functional.scaled_dot_product_attention(*given)[:, 0])
+
+    refused(Written(formula), torch.randn(3, 4), line)

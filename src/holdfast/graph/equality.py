@@ -244,6 +244,11 @@ def compare(
         raise ConversionError(
             f"{network.name}: the network returns logits {tuple(returned.shape)}, the model {tuple(logits.shape)}"
         )
+    if not bool((returned.isfinite() & logits.isfinite()).all()):
+        raise ConversionError(
+            f"{network.name}: logits of the network or of {what} are not finite, at the inputs or near them; expected "
+            "finite weights, and inputs and weights whose products and squares do not overflow"
+        )
     apart, size = float((returned - logits).abs().max()), float(logits.abs().max())
     if not apart <= most * max(size, 1e-300):
         raise ConversionError(
