@@ -97,6 +97,20 @@ def test_the_weights_of_a_norm_may_come_before_it(norm: Callable[[Tensor, Tensor
     torch.testing.assert_close(weighed.gamma, Written(norm).w.double())
 
 
+def test_the_weights_of_a_norm_may_come_before_it_where_the_first_word_is_padding() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.words, self.h, self.w = nn.Embedding(9, 4), nn.Linear(4, 3), nn.Parameter(torch.rand(4) + 0.5)
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            z = self.words(input_ids)
+            return self.h((self.w * z * inverse_root(z))[:, -1])
+
+    check(Words().eval(), {"input_ids": torch.tensor([[0, 3, 5]]), "attention_mask": torch.tensor([[0, 1, 1]])})
+
+
 def test_a_norm_of_something_else_is_refused() -> None:
     w = torch.rand(3, 4) + 0.5  # other numbers for every token
     for other in (lambda self, z: self.w + z, lambda self, z: w * z, lambda self, z: self.h.weight[0, 0] * self.a(z)):

@@ -218,9 +218,12 @@ def multiple(a: Moving, b: Moving) -> float | None:
 
 def ratio(a: Moving, b: Moving) -> Float64[Tensor, " d"] | None:
     """The numbers w with a = w ∘ b, the same along the last dimension of all rows; None where there are none."""
-    if a.shape != b.shape or not bool(b.terms[0].gain.all()):
+    if a.shape != b.shape:
         return None
-    w = (a.terms[0].gain / b.terms[0].gain).flatten(0, -2)[0]
+    of, by = (value.terms[0].gain.reshape(-1, value.shape[-1]) for value in (a, b))
+    largest = by.abs().argmax(0, keepdim=True)  # padding does not move, and has gain 0
+    of, by = of.gather(0, largest), by.gather(0, largest)
+    w = torch.where(by == 0, 1.0, of / by).squeeze(0)
     return w if same(a, b.scaled(w)) else None
 
 
