@@ -310,7 +310,9 @@ def test_pruning_keeps_every_token_that_some_query_needs() -> None:
     before, after = x, x
     for stage in stages:
         before = stage.value(before)
-    for stage in pruned(stages, (5, 4)):
+    kept = pruned(stages, (5, 4))
+    assert kept is not None
+    for stage in kept:
         assert isinstance(stage, Piece)
         assert not isinstance(stage, Attention) or after.shape[-2] == 4  # the first token is left out
         after = stage.value(after)

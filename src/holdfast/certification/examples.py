@@ -170,7 +170,7 @@ def _pairs(data: Any) -> Iterator[tuple[Any, Any]]:
 def _from_pairs(data: Any) -> Examples:
     try:
         pairs = [
-            (torch.from_numpy(example) if isinstance(example, np.ndarray) else example, int(label))
+            (torch.from_numpy(example) if isinstance(example, np.ndarray) else example, _class(label))
             for example, label in _pairs(data)
         ]
     except HoldfastError:
@@ -191,6 +191,12 @@ def _from_pairs(data: Any) -> Examples:
         )
     inputs = torch.stack(plain) if plain else keywords
     return Examples(GIVEN, "all", inputs, labels, tuple(range(len(pairs))), whole)
+
+
+def _class(label: Any) -> int:
+    if not float(label).is_integer():
+        raise InputError(f"a label is {label!r}; expected whole numbers, the classes from 0 on")
+    return int(label)
 
 
 def _are_pictures(inputs: Tensor) -> bool:

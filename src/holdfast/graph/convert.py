@@ -174,6 +174,8 @@ def read(model: nn.Module, inputs: ModelInputs | None) -> Reading:
     logits = walk.run({entrance.node: entrance.moving})
     point, head = _head(logits, entrance, program)
     chain = pruned(stages(entrance.moving.point, point), entrance.moving.point.shape)
+    if chain is None:
+        raise _constant(program)
     entrance = entrance.bound(walk.frontier)
     return Reading(Network(chain, head, program.name), entrance, entrance.encode)
 
@@ -181,7 +183,7 @@ def read(model: nn.Module, inputs: ModelInputs | None) -> Reading:
 def _head(logits: Value, entrance: Entrance, program: Program) -> tuple[Point, Head]:
     """The point of the features, and the linear map from them to the logits."""
     if isinstance(logits, Tensor):
-        raise ConversionError(f"the logits of {program.name} do not depend on what moves")
+        raise _constant(program)
     value = Reader().moving(logits)
     if len(value.shape) == 3 and value.shape[0] == 1:
         last = entrance.last_token(value.shape[1])
@@ -202,6 +204,10 @@ def _head(logits: Value, entrance: Entrance, program: Program) -> tuple[Point, H
     ones = torch.ones(1, d, dtype=torch.float64)
     features = Moving(value.point, token, (Term(torch.arange(d).unsqueeze(0), ones),), None, ones * 0)
     return structure.matrix_of(features), Head(value.map.matrix[:, columns].mT.contiguous(), value.map.bias[columns])
+
+
+def _constant(program: Program) -> ConversionError:
+    return ConversionError(f"the logits of {program.name} do not depend on what moves")
 
 
 def check_evaluating(model: nn.Module) -> None:

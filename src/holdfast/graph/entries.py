@@ -18,7 +18,7 @@ from holdfast.graph import structure
 from holdfast.graph.entrywise import FUNCTIONS, EntryFormula, Polynomial, X, recognise
 from holdfast.graph.head_norms import weighs_norm
 from holdfast.graph.scores import Scores
-from holdfast.graph.values import Moving, Point, Step, added, broadcast, joined, multiple, same
+from holdfast.graph.values import Moving, Point, Step, added, broadcast, joined, multiple, ratio, same
 from holdfast.layers.activation.base import Activation, SmoothActivation
 from holdfast.layers.activation.piece import KinkedEntries, SmoothEntries
 from holdfast.layers.norm.piece import LayerNorm, RMSNorm
@@ -326,30 +326,37 @@ class EntryReader:
         known = recognise(x.formula)
         if known is None:
             refuse("ends a formula that is not a known activation: " + ", ".join(_names(x.formula)))
+        if known.beside:  # c x + f(x) is a residual branch, and c times it
+            x = replace(x, value=structure.matrix_of(x.value).view(x.value.shape))
         value = x.value if known.before == 1.0 else x.value.scaled(known.before)
         shape = value.shape
         point = structure.matrix_of(value)
         active = torch.ones(point.shape[1], dtype=torch.bool)
         out = structure.through(point, point.shape, _on_channels(known.phi, active), label=known.phi.name).view(shape)
-        out = out if known.after == 1.0 else out.scaled(known.after)
+        after = known.after / (known.beside or 1.0)
+        out = out if after == 1.0 else out.scaled(after)
+        if known.beside:
+            out = structure.sum_of([x.value, out]).view(shape).scaled(known.beside)
         return out.shifted(known.constant) if known.constant else out
 
     # -- divided by the root of mean squares
 
     def _normalised(self, value: Value, squares: MeanSquare, power: float) -> Value:
-        """Value / √(factor · mean square + eps), which RMSNorm computes."""
+        """Value / √(factor · mean square + eps), which RMSNorm computes; its weights may stand in the value."""
         numerator = self.moving(value)
-        if squares.power != power or not squares.keepdim or not same(numerator, squares.value):
+        weight = ratio(numerator, squares.value)
+        if squares.power != power or not squares.keepdim or weight is None:
             refuse("divides by the root of mean squares of something other than what it divides")
         if squares.factor <= 0 or squares.eps <= 0:
             refuse("divides by the root of mean squares without a positive eps added, so that its slope has no bound")
         kappa = squares.eps / squares.factor
-        point, centred = structure.centred(numerator)
+        point, centred = structure.centred(squares.value)
         d = numerator.shape[-1]
         ones = torch.ones(d, dtype=torch.float64)
         norm: Piece = LayerNorm(ones, ones * 0, kappa) if centred else RMSNorm(ones, kappa)
         out = structure.through(point, point.shape, norm, label="normalisation").view(numerator.shape)
-        return out if squares.factor == 1 else out.scaled(1 / math.sqrt(squares.factor))
+        out = out if squares.factor == 1 else out.scaled(1 / math.sqrt(squares.factor))
+        return out if bool((weight == 1).all()) else self._scaled(out, weight)
 
 
 def _on_channels(phi: Activation, active: Tensor) -> Piece:

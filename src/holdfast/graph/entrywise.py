@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from holdfast.graph.values import Moving
@@ -95,12 +95,13 @@ class EntryFormula:
 @final
 @dataclass(frozen=True)
 class Recognised:
-    """formula(x) = after · φ(before · x) + constant."""
+    """formula(x) = beside · x + after · φ(before · x) + constant."""
 
     phi: Activation
     before: float = 1.0
     after: float = 1.0
     constant: float = 0.0
+    beside: float = 0.0
 
 
 def recognise(formula: Polynomial) -> Recognised | None:
@@ -111,13 +112,15 @@ def recognise(formula: Polynomial) -> Recognised | None:
         factors = _multiple(bare, known)
         if factors is not None:
             return Recognised(phi, *factors, constant)
-    return _logistic(formula) or _leaky(formula)
+    return _logistic(formula) or _leaky(formula) or _beside(formula)
 
 
 def rising(formula: Polynomial) -> bool:
     """Whether it is known to be a function that never falls."""
     known = recognise(formula)
-    return known is not None and min(known.phi.all_slopes) >= 0 and known.before * known.after >= 0
+    if known is None or known.beside < 0:
+        return False
+    return min(known.phi.all_slopes) >= 0 and known.before * known.after >= 0
 
 
 def _multiple(formula: Polynomial, known: Polynomial) -> tuple[float, float] | None:
@@ -228,6 +231,26 @@ def _leaky(formula: Polynomial) -> Recognised | None:
     if abs(s) <= abs(s + t):
         return Recognised(LeakyRelu(s / (s + t)), 1.0, s + t, constant)
     return Recognised(LeakyRelu((s + t) / s), -1.0, -s, constant)
+
+
+def _beside(formula: Polynomial) -> Recognised | None:
+    """A multiple of x beside an activation, which may hold one itself, as gelu does."""
+    linear, rest = _without_x(formula)
+    terms, constant = _split(rest)
+    for phi, known in _known():
+        own, bare = _without_x(known)
+        factors = _multiple(Polynomial.of(dict(terms)), bare)
+        if factors is not None:
+            s, a = factors
+            return Recognised(phi, s, a, constant, linear - a * s * own)
+    logistic = _logistic(rest)
+    return None if logistic is None else replace(logistic, beside=linear)
+
+
+def _without_x(formula: Polynomial) -> tuple[float, Polynomial]:
+    """The coefficient of x, and the formula without that term."""
+    terms = dict(formula.terms)
+    return terms.pop(X.terms[0][0], 0.0), Polynomial.of(terms)
 
 
 #: Functions of one variable by the name of the operator, where no argument changes them.

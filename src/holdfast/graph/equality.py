@@ -131,8 +131,7 @@ def check_equal(
     if isinstance(model, OnnxModel):
         model.check(model_inputs(inputs), logits)
     answer = logits if entrance is None else entrance.answer(logits)
-    single = entrance is not None and entrance.program.casts(entrance.node)
-    most = SINGLE if single else TOLERANCE
+    most = SINGLE if _casts(entrance) else TOLERANCE
     worst = compare(network, x.to(device), answer, most)
     count = len(x)
     for one in each_of(inputs)[:_AROUND] if around else ():
@@ -147,6 +146,11 @@ def check_equal(
         if pair is not None:
             compare(network, x[:1], pair, most, "the model with another input in the batch")
     return Equality(count, worst)
+
+
+def _casts(entrance: Entrance | None) -> bool:
+    """Whether the model computes some steps in float32 though its weights are float64."""
+    return entrance is not None and entrance.program.casts(entrance.node)
 
 
 def _answer_in_company(entrance: Entrance | None, model: nn.Module, one: ModelInputs) -> Tensor | None:
@@ -176,7 +180,8 @@ def check_as_it_runs(
         logits = model_logits(model, taken).detach().cpu().double()
     answer = logits if entrance is None else entrance.answer(logits)
     what = f"the model in {dtype} with gradients"
-    compare(network, encode(one), answer, math.sqrt(torch.finfo(dtype).eps), what)
+    rounding = math.sqrt(torch.finfo(dtype).eps)
+    compare(network, encode(one), answer, max(rounding, SINGLE) if _casts(entrance) else rounding, what)
 
 
 def _in_company(one: ModelInputs) -> ModelInputs:
@@ -218,7 +223,7 @@ def _logits_at(
         given = model_inputs(_floats(one, lambda t: moved.reshape(t.shape)))
         if isinstance(model, OnnxModel):
             model.check(given, model_logits(model, given))
-        if entrance is None or not entrance.program.casts(entrance.node):
+        if entrance is None or not _casts(entrance):
             return model_logits(model, given)
         return entrance.logits(entrance.encode(given), given)
     return entrance.logits(moved, one)
@@ -238,6 +243,11 @@ def compare(
     if returned.shape != logits.shape:
         raise ConversionError(
             f"{network.name}: the network returns logits {tuple(returned.shape)}, the model {tuple(logits.shape)}"
+        )
+    if not bool((returned.isfinite() & logits.isfinite()).all()):
+        raise ConversionError(
+            f"{network.name}: logits of the network or of {what} are not finite, at the inputs or near them; expected "
+            "finite weights, and inputs and weights whose products and squares do not overflow"
         )
     apart, size = float((returned - logits).abs().max()), float(logits.abs().max())
     if not apart <= most * max(size, 1e-300):

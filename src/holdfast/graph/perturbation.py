@@ -136,6 +136,8 @@ def _displacement(encode: Encode, x: Tensor, zero: Tensor) -> Encode:
 
 def _from_layer(network: Network, encode: Encode, index: Any) -> Moved:
     starts = [i for i, stage in enumerate(network.stages) if attends(stage)]
+    if not starts:
+        raise InputError(f"perturb is ('layer', {index!r}); {network.name} has no attention, and so no layers")
     if not isinstance(index, int) or not 0 <= index < len(starts):
         raise InputError(f"perturb is ('layer', {index!r}); {network.name} has layers 0 to {len(starts) - 1}")
     first = starts[index]
@@ -231,6 +233,8 @@ def _ready(image: Tensor, name: str) -> Tensor:
     if name == "brightness":
         return one.reshape(1, -1)
     if name == "contrast":
+        if bool((image[0] == image[0].flatten()[0]).all()):
+            raise InputError("perturb is 'contrast', and the numbers of the image are all the same; expected others")
         return (image[0] - image[0].mean()).reshape(1, -1)
     channels = one.shape[0] if one.ndim == 3 else 1
     flat = one.reshape(channels, -1)

@@ -19,8 +19,8 @@ from holdfast.network.network import Residual, run
 Stage = Piece | Residual
 
 
-def pruned(stages: Sequence[Stage], shape: tuple[int, int]) -> list[Stage]:
-    """The same function of an input (n, d) of the shape, on the tokens that are needed alone."""
+def pruned(stages: Sequence[Stage], shape: tuple[int, int]) -> list[Stage] | None:
+    """The same function of an input (n, d) of the shape, on the tokens that are needed alone; None if none is."""
     sizes, u = [shape], torch.zeros(1, *shape, dtype=torch.float64)
     for stage in stages:
         u = run(stage, u)
@@ -30,6 +30,8 @@ def pruned(stages: Sequence[Stage], shape: tuple[int, int]) -> list[Stage]:
     for place in range(len(stages) - 1, -1, -1):
         stage, (n, _) = stages[place], sizes[place]
         rows = _rows(stage, needed, n)
+        if rows is not None and not len(rows):
+            return None
         if rows is None:  # all rows enter, and all leave
             kept = [stage, *_chosen(needed, sizes[place + 1]), *kept]
             needed = torch.arange(n)

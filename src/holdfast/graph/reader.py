@@ -278,6 +278,12 @@ class Reader(EntryReader):
         """Scaled dot-product attention (…, n, k); key-value heads are repeated where there are fewer."""
         if isinstance(k, Tensor) and isinstance(v, Tensor) and not isinstance(q, Tensor):
             return self._remembered(self.moving(q), k.double(), v.double(), mask, scale, causal)
+        fixed = [name for name, t in (("queries", q), ("keys", k), ("values", v)) if isinstance(t, Tensor)]
+        if fixed:
+            refuse_attention(
+                f"has {' and '.join(fixed)} that do not move beside others that do; expected all of the same tokens, "
+                "to which learned ones may be added as a class token is, or fixed keys and values"
+            )
         query, key, value = self.moving(q), self.moving(k), self.moving(v)
         h, g = query.shape[-3], key.shape[-3]
         if h != g:

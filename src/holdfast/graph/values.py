@@ -216,6 +216,17 @@ def multiple(a: Moving, b: Moving) -> float | None:
     return c if len(a.terms) == len(b.terms) and same(close, b.scaled(c)) else None
 
 
+def ratio(a: Moving, b: Moving) -> Float64[Tensor, " d"] | None:
+    """The numbers w with a = w ∘ b, the same along the last dimension of all rows; None where there are none."""
+    if a.shape != b.shape:
+        return None
+    of, by = (value.terms[0].gain.reshape(-1, value.shape[-1]) for value in (a, b))
+    largest = by.abs().argmax(0, keepdim=True)  # padding does not move, and has gain 0
+    of, by = of.gather(0, largest), by.gather(0, largest)
+    w = torch.where(by == 0, 1.0, of / by).squeeze(0)
+    return w if same(a, b.scaled(w)) else None
+
+
 def added(a: Moving, b: Moving) -> Moving | None:
     """The sum of two functions of the same rows of one point; None where they are of different ones."""
     shape = broadcast(a.shape, b.shape)

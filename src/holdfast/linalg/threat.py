@@ -40,7 +40,7 @@ class Threat:
             raise InputError(f"clip is {self.clip!r}; expected two numbers, such as (0, 1)")
         object.__setattr__(self, "clip", (float(self.clip[0]), float(self.clip[1])))
         if not self.clip[0] < self.clip[1]:
-            raise InputError(f"clip is {self.clip}; expected the smaller number first")
+            raise InputError(f"clip is {self.clip}; expected the smaller number first, then a larger one")
 
     @property
     def boxed(self) -> bool:
