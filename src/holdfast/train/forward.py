@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -85,25 +86,34 @@ def run(
     return ForwardPass(model, x, labels, logits_of(model, z), entering, progress, pullback)
 
 
-def features(
-    model: Transformer, x: Tensor, content: Sequence[Tensor | None] | None = None
-) -> tuple[Float[Tensor, "b 1 d"], tuple[Tensor, ...]]:
+def features(model: Transformer, x: Tensor) -> tuple[Float[Tensor, "b 1 d"], tuple[Tensor, ...]]:
     """What enters the head, and what enters each attention before it.
 
     Args:
         model: that runs.
         x: what enters its body.
-        content: scores for each attention in the place of those of its content.
     """
     entering: list[Tensor] = []
     for layer in model.body:
         if isinstance(layer, SelfAttention):
-            scores = None if content is None else content[len(entering)]
             entering.append(x)
-            x = layer(x, scores)
-        else:
-            x = layer(x)
+        x = layer(x)
     return model.pool(x), tuple(entering)
+
+
+def features_with(model: Transformer, x: Tensor, content: Sequence[Tensor]) -> Float[Tensor, "b 1 d"]:
+    """What would enter the head if every attention had the given scores in the place of those of its content.
+
+    Args:
+        model: that runs.
+        x: what enters its first attention.
+        content: scores for each attention.
+    """
+    scores = iter(content)
+    for layer in itertools.dropwhile(lambda layer: not isinstance(layer, SelfAttention), model.body):
+        x = layer(x, next(scores)) if isinstance(layer, SelfAttention) else layer(x)
+    pooled: Tensor = model.pool(x)
+    return pooled
 
 
 def logits_of(model: Transformer, z: Float[Tensor, "b 1 d"]) -> Float[Tensor, "b classes"]:

@@ -16,7 +16,7 @@ from holdfast.attention.layer import split_heads
 from holdfast.errors import InputError, check_counts
 from holdfast.layers import SelfAttention
 from holdfast.registry import Registry
-from holdfast.train.forward import ForwardPass, features, logits_of
+from holdfast.train.forward import ForwardPass, features, features_with, logits_of
 from holdfast.train.gains import each_length
 from holdfast.train.jasmin import check_options, jasmin, widened
 from holdfast.train.slopes import GainsSlope, MarginSlope
@@ -225,7 +225,7 @@ class ContentFloor(Loss):
         layers = zip(run.model.attentions, run.entering, strict=True)
         if self.of == "logits":
             usual = [attention.content_scores(x).mean(0) for attention, x in layers]
-            change = run.logits - logits_of(run.model, features(run.model, run.x, usual)[0])
+            change = run.logits - logits_of(run.model, features_with(run.model, run.entering[0], usual))
             use = each_length(change - change.mean(1, keepdim=True)).mean()
         else:
             use = torch.stack([self._use(attention, x) for attention, x in layers]).mean()
