@@ -24,7 +24,9 @@ from holdfast.layers import (
     SelfAttention,
     Shifts,
     Sll,
+    Surroundings,
     UnitRowHead,
+    WeightedSelection,
     manifold_parameters,
     plain,
     shift_scores,
@@ -74,6 +76,8 @@ LAYERS = {
     "shifts": lambda: Shifts((2, 2), WIDTH),
     "neighbourhoods": lambda: Neighbourhoods((2, 2), WIDTH),
     "convolution": lambda: Convolution((2, 2), WIDTH, WIDTH),
+    "surroundings": lambda: Surroundings((2, 2), WIDTH),
+    "weighted convolution": lambda: Convolution((2, 2), WIDTH, WIDTH, weighted=True),
     "merged": lambda: MergedTokens((2, 2), WIDTH, 2),
     "chain": lambda: Chain(Linear(WIDTH, WIDTH, norm=0.5), Entrywise(WIDTH, "abs"), Linear(WIDTH, WIDTH, kind="sll")),
 }
@@ -224,11 +228,14 @@ def test_neighbourhoods_with_a_map_are_a_circular_convolution():
     assert torch.allclose(mix(around(x)), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("grid", [(5, 6), (1, 3), (2, 1)])
-def test_a_convolution_is_neighbourhoods_and_a_map(grid):
+def test_a_convolution_is_neighbourhoods_and_a_map(grid, weighted):
     torch.manual_seed(0)
-    convolution = Convolution(grid, 4, 7).double()
+    convolution = Convolution(grid, 4, 7, weighted=weighted).double()
     torch.nn.init.normal_(convolution.map.bias)
+    if weighted:
+        torch.nn.init.normal_(convolution.around.shares)
     x = torch.randn(2, grid[0] * grid[1], 4, dtype=torch.float64)
     expected = convolution.map(convolution.around(x))
     assert torch.allclose(convolution(x), expected, atol=1e-14)
@@ -238,6 +245,38 @@ def test_a_convolution_is_neighbourhoods_and_a_map(grid):
 def test_neighbourhoods_keep_the_norm():
     x = torch.randn(3, 12, 5, dtype=torch.float64)
     assert torch.allclose(Neighbourhoods((3, 4), 5)(x).norm(), x.norm())
+
+
+def test_shares_of_neighbours_add_up_to_what_lies_on_the_grid():
+    torch.manual_seed(0)
+    around = Surroundings((3, 4), 2).double()
+    torch.nn.init.normal_(around.shares)
+    shares = around.shares.softmax(0).detach()
+    inside = torch.zeros(1, 12, 2, dtype=torch.float64)
+    inside[0, 5] = 3.0  # all nine places that it goes to are on the grid
+    corner = torch.zeros(1, 12, 2, dtype=torch.float64)
+    corner[0, 0] = 1.0  # a neighbour to the right has it at its left
+    assert torch.allclose(around(inside).norm(), inside.norm())
+    assert torch.allclose(around(corner).square().sum(), shares[[0, 1, 3, 4]].sum())
+
+
+def test_a_weighted_convolution_starts_as_its_own_share():
+    x = torch.randn(2, 12, 6)
+    assert torch.allclose(Convolution((3, 4), 6, 6, weighted=True)(x), 0.75**0.5 * x, atol=1e-6)
+
+
+def test_the_norm_of_a_weighted_selection_is_that_of_its_matrix():
+    torch.manual_seed(0)
+    index, weights = torch.randint(-1, 6, (4, 5)), torch.randn(4, 5, dtype=torch.float64)
+    piece = WeightedSelection(index, weights, (3, 2))
+    matrix = piece.value(torch.eye(6, dtype=torch.float64).reshape(6, 3, 2)).flatten(1)
+    exact = torch.linalg.matrix_norm(matrix, 2).item()
+    assert exact <= (1 + 1e-13) * float(piece.norm(Proved()).upper) <= exact * (1 + 1e-12)
+
+
+def test_weights_of_another_shape_than_the_index_are_refused():
+    with pytest.raises(InputError, match=r"weights have shape \(1, 2\); expected \(2, 2\)"):
+        WeightedSelection(torch.zeros(2, 2, dtype=torch.int64), torch.ones(1, 2), (2, 2))
 
 
 def test_an_index_that_uses_an_entry_too_often_is_refused():

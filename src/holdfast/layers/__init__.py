@@ -35,7 +35,8 @@ from holdfast.layers.tokens.embedding import AddPositions, PatchEmbedding, Place
 from holdfast.layers.tokens.maxima import WindowMax
 from holdfast.layers.tokens.normalise import Normalise
 from holdfast.layers.tokens.pooling import ClassToken, Flatten, MeanPool, TokenMean
-from holdfast.layers.tokens.selection import Rearrangement, Scale, Selection
+from holdfast.layers.tokens.selection import Rearrangement, Scale, Selection, WeightedSelection
+from holdfast.layers.tokens.surroundings import Surroundings
 
 __all__ = [
     "AddPositions",
@@ -82,8 +83,10 @@ __all__ = [
     "SmoothEntries",
     "SmoothPiece",
     "SmoothProject",
+    "Surroundings",
     "TokenMean",
     "UnitRowHead",
+    "WeightedSelection",
     "WindowMax",
     "manifold_parameters",
     "plain",

@@ -15,7 +15,7 @@ from holdfast.storage import Pathlike, read_toml
 CONFIGS = Path(__file__).with_name("configs")
 
 InputKind = Literal["image", "words"]
-Stem = Literal["shifts", "convolutions"]
+Stem = Literal["shifts", "convolutions", "weighted-convolutions"]
 Positions = Literal["added", "scores"]
 Projection = Literal["none", "hard", "smooth"]
 FeedForward = Literal["sll", "maps"]
@@ -43,7 +43,8 @@ class ModelConfig:
         tokens: words of a sentence.
         vocabulary: number of word ids.
         word_norm: largest length of a word's embedding; 0 leaves it free.
-        stem: "shifts" of channels and orthogonal maps, or "convolutions" with whole kernels of gain 1.
+        stem: "shifts" of channels and orthogonal maps, or "convolutions" with whole kernels of gain 1, which weigh all
+            neighbours alike unless they are "weighted-convolutions".
         stem_layers: 3 × 3 convolutions between patches of 2 × 2 pixels and the tokens; 0 for plain patches.
         stem_width: their channels.
         maps: how linear maps keep their norm.

@@ -143,7 +143,10 @@ def _stem(c: ModelConfig) -> list[Layer]:
         if c.stem == "shifts":
             layers += [Shifts(grid, c.stem_width), _map(c, c.stem_width, c.stem_width)]
         else:
-            layers.append(Convolution(grid, c.stem_width, c.stem_width, kind=c.maps, centred=c.centring))
+            weighted = c.stem == "weighted-convolutions"
+            layers.append(
+                Convolution(grid, c.stem_width, c.stem_width, kind=c.maps, centred=c.centring, weighted=weighted)
+            )
         layers.append(_activation(c, c.stem_width))
     merged = MergedTokens(grid, c.stem_width, c.patch // 2)
     return [*layers, merged, Linear(merged.width * merged.factor**2, c.width, kind=c.maps)]

@@ -34,6 +34,7 @@ from holdfast.layers import (
     SmoothEntries,
     SmoothProject,
     TokenMean,
+    WeightedSelection,
     WindowMax,
     sll,
     sll_diagonal,
@@ -96,6 +97,12 @@ def _patches(dice: Dice, size: float) -> tuple[Piece, Tensor]:
 def _selection(dice: Dice, size: float, n: int, d: int) -> Piece:
     """Entries in any places, some of them twice, some left out."""
     return Selection(dice.integers(-1, n * d, (dice.pick(1, 3), dice.pick(2, 5))), (n, d))
+
+
+def _weighted_selection(dice: Dice, size: float, n: int, d: int) -> Piece:
+    """The same, each with a weight."""
+    index = dice.integers(-1, n * d, (dice.pick(1, 3), dice.pick(2, 5)))
+    return WeightedSelection(index, size * dice.normal(*index.shape), (n, d))
 
 
 def _windows(dice: Dice, size: float, n: int, d: int) -> Piece:
@@ -179,6 +186,7 @@ KINDS: Mapping[type[Piece], Callable[[Dice, float], tuple[Piece, Tensor]]] = Map
         SmoothBeside: _part(Mlp),
         SmoothEntries: _on_tokens(lambda dice, size, n, d: _entries(dice, _SMOOTH, d)),
         SmoothProject: _on_tokens(lambda dice, size, n, d: SmoothProject(size)),
+        WeightedSelection: _on_tokens(_weighted_selection),
         WindowMax: _on_tokens(_windows),
     }
 )

@@ -16,6 +16,7 @@ from holdfast.layers.tokens.rows import Rows, distinct, entries_among
 from holdfast.layers.weights import double, weight
 from holdfast.linalg import Array
 from holdfast.linalg.arithmetic import Arithmetic
+from holdfast.linalg.rounding import outward
 
 
 @final
@@ -96,6 +97,37 @@ class Selection(LinearPiece):
 
     def norm(self, a: Arithmetic[Array]) -> Array:
         return a.lift(torch.tensor(float(len(self._places)), dtype=torch.float64)).sqrt()
+
+
+@final
+class WeightedSelection(LinearPiece):
+    """Chosen entries of a token matrix, each times a weight; zero where none is chosen.
+
+    Column j of its matrix holds the weights in the places of entry j, and its rows hold one number each: the norm is
+    the length of the longest column.
+
+    Args:
+        index: see `Selection`.
+        weights: (m, c) of the places in the output.
+        shape: (n, d) of the input.
+    """
+
+    def __init__(self, index: Int64[Tensor, "m c"], weights: Float[Tensor, "m c"], shape: tuple[int, int]) -> None:
+        self._chosen, self._weights = Selection(index, shape), double(weights, "weights", 2)
+        if index.shape != weights.shape:
+            raise InputError(f"weights have shape {tuple(weights.shape)}; expected {tuple(index.shape)}, as the index")
+
+    def value(self, u: Array) -> Array:
+        return self.push(u, u)
+
+    def push(self, u: Array, a: Array) -> Array:
+        return self._chosen.push(u, a) * weight(self._weights, u)
+
+    def pull(self, u: Array, c: Array) -> Array:
+        return self._chosen.pull(u, c * weight(self._weights, u))
+
+    def norm(self, a: Arithmetic[Array]) -> Array:
+        return a.lift(outward(self._chosen.pull(self._weights, self._weights.square()).amax(), 9)).sqrt()
 
 
 @final
