@@ -16,6 +16,7 @@ from holdfast.layers.piece import SmoothPiece
 from holdfast.linalg import Ball
 from holdfast.linalg.arithmetic import Proved
 from holdfast.models import ModelConfig, Transformer, config, load, named_configs, read_config, save
+from holdfast.models.config import config_from
 
 DESIGNS = sorted({name.split()[0] for name in named_configs()})
 
@@ -24,7 +25,7 @@ def small(name: str) -> ModelConfig:
     """A config of the same design that is quick to run."""
     full = next(c for key, c in named_configs().items() if key.split()[0] == name)
     sizes = {"side": min(full.side, 16), "stem_width": 18, "width": 16, "heads": 4, "depth": 2, "vocabulary": 50}
-    parts = ("stem_layers", "neck_layers", "dense_layers")
+    parts = ("stem_layers", "neck_layers")
     layers = {part: min(getattr(full, part), 2 if part == "stem_layers" else 1) for part in parts}
     return replace(full, **sizes, **layers, tokens=6, neck=min(full.neck, 12))
 
@@ -40,6 +41,13 @@ def inputs(model: Transformer, count: int = 3) -> torch.Tensor:
     if c.input == "words":
         return torch.randint(c.vocabulary, (count, c.tokens))
     return torch.rand(count, c.channels, c.side, c.side)
+
+
+def test_keys_that_are_gone_are_read_where_they_changed_nothing():
+    table = {"input": "image", "classes": 10, "width": 8, "depth": 1, "heads": 2}
+    assert config_from({**table, "centring": False, "pool_merge": 1, "dense_layers": 0}) == ModelConfig(**table)
+    with pytest.raises(UnknownNameError, match="pool_merge"):
+        config_from({**table, "pool_merge": 2})
 
 
 def test_the_grids_are_the_papers():

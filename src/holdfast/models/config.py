@@ -25,6 +25,9 @@ ActivationKind = Literal[
 Pool = Literal["mean", "flatten"]
 HeadKind = Literal["unit-rows", "orthogonal", "orthogonal-torch", "sll", "free"]
 
+# Keys that older files name, and the values at which they changed nothing.
+_RETIRED = {"centring": False, "dense_layers": 0, "pool_merge": 1}
+
 
 @final
 @dataclass(frozen=True)
@@ -61,12 +64,9 @@ class ModelConfig:
         expansion: hidden width of the feed-forward part, in widths.
         activation: its activation; half- acts on half of the channels.
         activation_sharpness: s of softplus and smooth-abs.
-        centring: whether maps before an activation subtract the mean over the batch, and later a running mean.
         pool: the mean of the tokens, or all of them flattened.
-        pool_merge: side of the squares of tokens that become one of the same width before that.
         neck: width of a map before the head; 0 for none.
         neck_layers: feed-forward parts between neck and head, where one token is left: many parameters for little time.
-        dense_layers: square maps, each after an activation, between these and the head; they start as identities.
         head: unit rows, or a map of limited norm.
     """
 
@@ -98,12 +98,9 @@ class ModelConfig:
     expansion: int = 1
     activation: ActivationKind = "half-abs"
     activation_sharpness: float = 4.0
-    centring: bool = False
     pool: Pool = "flatten"
-    pool_merge: int = 1
     neck: int = 0
     neck_layers: int = 0
-    dense_layers: int = 0
     head: HeadKind = "unit-rows"
 
     def __post_init__(self) -> None:
@@ -120,7 +117,7 @@ class ModelConfig:
                 raise InputError(f"{field.name} is {value!r}; expected {expected.__name__}")
             elif expected is not bool and value < 0:
                 raise InputError(f"{field.name} is {value}; expected a number that is not negative")
-        for name in ("classes", "width", "depth", "heads", "attention_norm", "expansion", "pool_merge"):
+        for name in ("classes", "width", "depth", "heads", "attention_norm", "expansion"):
             if getattr(self, name) == 0:
                 raise InputError(f"{name} is 0; expected a positive number")
         if self.input == "words" and self.vocabulary < 2:
@@ -134,6 +131,7 @@ class ModelConfig:
 
 def config_from(table: Mapping[str, Any], source: str = "the config") -> ModelConfig:
     """A config from the keys of a table; an unknown key is an error that names the nearest known one."""
+    table = {key: value for key, value in table.items() if (key, value) not in _RETIRED.items()}
     known = {field.name for field in fields(ModelConfig)}
     for key in table:
         if key not in known:

@@ -141,12 +141,10 @@ def _stem(c: ModelConfig) -> list[Layer]:
     layers: list[Layer] = [first, _centred(Linear(first.width, c.stem_width, kind=c.maps))]
     for _ in range(c.stem_layers):
         if c.stem == "shifts":
-            layers += [Shifts(grid, c.stem_width), _map(c, c.stem_width, c.stem_width)]
+            layers += [Shifts(grid, c.stem_width), Linear(c.stem_width, c.stem_width, kind=c.maps)]
         else:
             weighted = c.stem == "weighted-convolutions"
-            layers.append(
-                Convolution(grid, c.stem_width, c.stem_width, kind=c.maps, centred=c.centring, weighted=weighted)
-            )
+            layers.append(Convolution(grid, c.stem_width, c.stem_width, kind=c.maps, weighted=weighted))
         layers.append(_activation(c, c.stem_width))
     merged = MergedTokens(grid, c.stem_width, c.patch // 2)
     return [*layers, merged, Linear(merged.width * merged.factor**2, c.width, kind=c.maps)]
@@ -174,7 +172,7 @@ def _block(c: ModelConfig) -> list[Layer]:
 def _feed_forward(c: ModelConfig, width: int) -> list[Layer]:
     activation = _activation(c, c.expansion * width)
     if c.feed_forward == "maps":
-        up, down = _map(c, width, c.expansion * width), Linear(c.expansion * width, width, kind=c.maps)
+        up, down = Linear(width, c.expansion * width, kind=c.maps), Linear(c.expansion * width, width, kind=c.maps)
         down.start_as_inverse(up)
         return [up, activation, down]
     if not isinstance(activation, Entrywise):
@@ -189,30 +187,13 @@ def _activation(c: ModelConfig, width: int) -> Layer:
     return Entrywise(width, kind, on_half=kind != c.activation, sharpness=c.activation_sharpness)  # type: ignore[arg-type]
 
 
-def _map(c: ModelConfig, d_in: int, d_out: int) -> Linear:
-    """A map before an activation."""
-    return Linear(d_in, d_out, kind=c.maps, centred=c.centring)
-
-
 def _pool(c: ModelConfig) -> list[Layer]:
-    layers, tokens = _merged(c), math.prod(c.grid) // c.pool_merge**2
-    layers.append(MeanPool(tokens) if c.pool == "mean" else Flattened(tokens, c.width))
+    tokens = math.prod(c.grid)
+    layers: list[Layer] = [MeanPool(tokens) if c.pool == "mean" else Flattened(tokens, c.width)]
     width = c.width if c.pool == "mean" else tokens * c.width
     if c.neck:
-        layers.append(_map(c, width, c.neck) if c.dense_layers else Linear(width, c.neck, kind=c.maps))
+        layers.append(Linear(width, c.neck, kind=c.maps))
         width = c.neck
     for _ in range(c.neck_layers):
         layers += _feed_forward(c, width)
-    for _ in range(c.dense_layers):
-        dense = _map(c, width, width)
-        dense.start_as_identity()
-        layers += [_activation(c, width), dense]
     return layers
-
-
-def _merged(c: ModelConfig) -> list[Layer]:
-    """Squares of tokens as one, if they are to become one."""
-    if c.pool_merge == 1:
-        return []
-    squares = MergedTokens(c.grid, c.width, c.pool_merge)
-    return [_activation(c, c.width), squares, Linear(c.width * squares.factor**2, c.width, kind=c.maps)]

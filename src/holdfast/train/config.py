@@ -136,12 +136,6 @@ class TrainingConfig:
             raise InputError(f"classes of [model] is {self.model.classes}; {self.data.name!r} has {classes}")
         if self.data.augment and self.model.input == "words":
             raise InputError(f"augment of [data] is {list(self.data.augment)}; expected none for a model of words")
-        again = next((loss.kind for loss in self.train.losses if loss.runs_again), None)
-        if self.model.centring and again is not None:
-            raise InputError(
-                f"centring of [model] is true, and the loss {again!r} runs the model more than once for a batch, which "
-                "has one mean; drop one of them"
-            )
 
     def with_seed(self, seed: int) -> TrainingConfig:
         """The same training from another seed."""

@@ -36,11 +36,6 @@ class Loss(Chosen):
         """Whether it needs the pullback of the pass."""
         return False
 
-    @property
-    def runs_again(self) -> bool:
-        """Whether it runs the model on something other than the pass did."""
-        return self.differentiates
-
     @abstractmethod
     def __call__(self, run: ForwardPass) -> Float[Tensor, ""]:
         """The term, without its weight."""
@@ -147,10 +142,6 @@ class Pgd(Loss):
         _check_temperature(self.temperature)
         check_counts(steps=self.steps)
 
-    @property
-    def runs_again(self) -> bool:
-        return True
-
     def __call__(self, run: ForwardPass) -> Float[Tensor, ""]:
         def loss(x: Tensor) -> Tensor:
             logits = logits_of(run.model, features(run.model, x)[0])
@@ -216,10 +207,6 @@ class ContentFloor(Loss):
     def __post_init__(self) -> None:
         if not self.floor > 0:
             raise InputError(f"floor is {self.floor}; expected a positive number")
-
-    @property
-    def runs_again(self) -> bool:
-        return self.of == "logits"
 
     def __call__(self, run: ForwardPass) -> Float[Tensor, ""]:
         layers = zip(run.model.attentions, run.entering, strict=True)

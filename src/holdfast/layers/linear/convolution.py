@@ -27,7 +27,6 @@ class Convolution(Layer):
         d_in: width of the input.
         d_out: width of the output.
         kind: how the map keeps its norm of 1.
-        centred: see `Linear`.
         weighted: whether the neighbours come from `Surroundings`, and the kernel starts as the identity where it can,
             rather than from `Neighbourhoods`, around the edges of the grid.
 
@@ -43,13 +42,12 @@ class Convolution(Layer):
         d_out: int,
         *,
         kind: MapKind = "orthogonal",
-        centred: bool = False,
         weighted: bool = False,
     ) -> None:
         super().__init__()
         self.grid = grid
         self.around = Surroundings(grid, d_in) if weighted else Neighbourhoods(grid, d_in)
-        self.map = Linear(self.around.count * d_in, d_out, kind=kind, centred=centred)
+        self.map = Linear(self.around.count * d_in, d_out, kind=kind)
         if weighted and d_in == d_out:
             self._start_as_identity()
 
@@ -61,16 +59,16 @@ class Convolution(Layer):
         """Tokens, row by row of the grid."""
         kernel = self.map.weight.reshape(-1, 3, 3, self.around.width)
         square = x.reshape(-1, *self.grid, self.around.width)
-        bias = self.map.bias if self.map.centring is None else None
         if isinstance(self.around, Surroundings):
             kernel, beyond = kernel * self.around.weights.reshape(3, 3, -1), 1
         else:
             kernel, beyond = kernel / self.around.root, 0
             square = torch.cat([square[:, -1:], square, square[:, :1]], 1)
             square = torch.cat([square[:, :, -1:], square, square[:, :, :1]], 2)
-        convolved = functional.conv2d(square.permute(0, 3, 1, 2), kernel.permute(0, 3, 1, 2), bias, padding=beyond)
-        tokens = convolved.permute(0, 2, 3, 1).flatten(1, 2)
-        return tokens if bias is not None else self.map.shifted(tokens)
+        convolved = functional.conv2d(
+            square.permute(0, 3, 1, 2), kernel.permute(0, 3, 1, 2), self.map.bias, padding=beyond
+        )
+        return convolved.permute(0, 2, 3, 1).flatten(1, 2)
 
     @torch.no_grad()
     def _start_as_identity(self) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Literal, final, get_args
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
@@ -80,33 +79,6 @@ class UnitRows(nn.Module):
 
 
 @final
-class Centring(nn.Module):
-    """Subtracts the mean of every channel: in training that of the batch, otherwise a running one, which is a constant.
-
-    Activations with a kink at 0 then see both sides all the time (Hu et al. 2023). Certificates see the constant.
-
-    Args:
-        width: number of channels.
-    """
-
-    _SHARE = 0.1  # of a batch in the running mean
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(width))
-        self.mean: Tensor
-
-    def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        """The input minus the mean over all but the last dimension."""
-        if not self.training:
-            return x - self.mean.to(x.dtype)
-        mean = x.to(self.mean.dtype).flatten(0, -2).mean(0)
-        with torch.no_grad():
-            self.mean.lerp_(mean, self._SHARE)
-        return x - mean.to(x.dtype)
-
-
-@final
 class Linear(nn.Linear, Layer):
     """x ↦ W x + b on every token, with ‖W‖ <= norm.
 
@@ -116,7 +88,6 @@ class Linear(nn.Linear, Layer):
         norm: limit of the spectral norm; an orthogonal map attains it in every direction it does not lose.
         kind: how the limit is kept; a "free" map only starts near it.
         bias: whether there is a b.
-        centred: whether b is what follows a `Centring`; it needs a b.
 
     Example:
         >>> Linear(48, 64)(torch.randn(2, 16, 48)).shape
@@ -131,7 +102,6 @@ class Linear(nn.Linear, Layer):
         norm: float = 1.0,
         kind: MapKind = "orthogonal",
         bias: bool = True,
-        centred: bool = False,
     ) -> None:
         if kind not in get_args(MapKind):
             raise UnknownNameError("kind of linear map", kind, get_args(MapKind))
@@ -139,7 +109,6 @@ class Linear(nn.Linear, Layer):
             raise InputError(f"norm is {norm}; expected a positive number")
         super().__init__(d_in, d_out, bias)
         self._gain = math.inf if kind == "free" else norm
-        self.centring = Centring(d_out) if centred and bias else None
         if bias:
             nn.init.zeros_(self.bias)
         nn.init.orthogonal_(self.weight, gain=norm if kind == "free" else 1.0)
@@ -153,21 +122,11 @@ class Linear(nn.Linear, Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens (b, n, d)."""
-        return super().forward(x) if self.centring is None else self.shifted(functional.linear(x, self.weight))
-
-    def shifted(self, product: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        """W x with all that is added to it."""
-        return (product if self.centring is None else self.centring(product)) + self.bias
+        return super().forward(x)
 
     @property
     def gain(self) -> float:
         return self._gain
-
-    @torch.no_grad()
-    def start_as_identity(self) -> None:
-        """Lets a square map on the manifold begin as one that changes nothing."""
-        for weight in manifold_parameters(self):
-            nn.init.eye_(weight)
 
     @torch.no_grad()
     def start_as_inverse(self, other: Linear) -> None:
@@ -183,8 +142,7 @@ class Linear(nn.Linear, Layer):
         return Steepness(self.gain if math.isfinite(self.gain) else norm_estimate(self.weight), 0.0)
 
     def pieces(self) -> tuple[Piece, ...]:
-        bias = self.bias if self.centring is None else self.bias - self.centring.mean
-        return (Affine(self.weight.mT, bias),)
+        return (Affine(self.weight.mT, self.bias),)
 
 
 @final
