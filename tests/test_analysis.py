@@ -21,12 +21,12 @@ from holdfast.analysis.inputs import data_uri, describe
 from holdfast.analysis.run import Work, analyze_layer
 from holdfast.attention import Rotary
 from holdfast.attention.heads import HeadJacobians
-from holdfast.cli.analyze import _with_ids
+from holdfast.cli.analyze import _read_ids
 from holdfast.data.digits import demo_digits
 from holdfast.errors import InputError, UnknownNameError
 from holdfast.graph.trace import TracedLayer, trace
 from holdfast.models import load_digits_vit
-from holdfast.models.loading import LoadedModel, Picture
+from holdfast.models.loading import Picture
 from holdfast.report.analysis import analysis_table
 from holdfast.testing import make_case
 from test_cli import Run, run  # noqa: F401 - a fixture
@@ -347,21 +347,17 @@ def test_bad_calls_get_one_line_and_status_2(run: Run, case: str) -> None:  # no
 
 
 def test_token_ids_are_read_from_a_file(tmp_path: Path) -> None:
-    loaded, file = LoadedModel("texts", Texts().eval(), batch(4)), tmp_path / "ids.txt"
+    file = tmp_path / "ids.txt"
     file.write_text("1 2 3\n4 5 6\n\n")
-    found = _with_ids(loaded, file, max_tokens=2)
-    assert isinstance(found.inputs, dict)
-    assert found.inputs["input_ids"].tolist() == [[1, 2], [4, 5]]
-    assert found.tokens == [["1", "2"], ["4", "5"]]
+    assert _read_ids(file) == [[1, 2, 3], [4, 5, 6]]
     for content, message in {
         "1 2\n3": "lines of 2, 1 ids",
         "": "lines of no ids",
         "a b": "holds something other than numbers; expected lines of token ids",
-        "1 50": "has the id 50; 'texts' knows 0 to 49",
     }.items():
         file.write_text(content)
         with pytest.raises(InputError, match=message):
-            _with_ids(loaded, file, max_tokens=None)
+            _read_ids(file)
 
 
 def test_an_interrupted_command_keeps_what_is_finished(

@@ -91,6 +91,19 @@ def test_long_texts_are_refused_or_cut(bert: Path) -> None:
         load(str(bert), text=["a"], max_tokens=0)
 
 
+def test_token_ids_need_no_tokenizer(bert: Path, tmp_path: Path) -> None:
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((bert / file).read_bytes())
+    loaded = load(str(tmp_path), ids=[[1, 2, 3], [4, 5, 6]], max_tokens=2)
+    assert isinstance(loaded.inputs, dict)
+    assert loaded.inputs["input_ids"].tolist() == [[1, 2], [4, 5]]
+    assert loaded.tokens == [["1", "2"], ["4", "5"]]
+    with pytest.raises(InputError, match=r"a token has the id 100000; .* knows 0 to"):
+        load(str(tmp_path), ids=[[100000]])
+    with pytest.raises(InputError, match="comes without the files of its tokenizer; add them, or give token ids"):
+        load(str(tmp_path), text=["a"])
+
+
 def test_a_safetensors_file_stands_for_its_folder(bert: Path) -> None:
     found = load(str(bert / "model.safetensors"), text=["a"])
     assert found.tokens == [["[CLS]", "a", "[SEP]"]]
@@ -190,7 +203,7 @@ def test_inputs_of_the_wrong_kind(bert: Path, vit: Path, picture: Path, tmp_path
         load(str(bert), image=picture)
     with pytest.raises(InputError, match=r"\(vit\) takes an image, not text"):
         load(str(vit), text=["a"])
-    with pytest.raises(InputError, match="needs an input: a text or an image"):
+    with pytest.raises(InputError, match="needs an input: a text, token ids or an image"):
         load(str(bert))
     with pytest.raises(InputError, match=r"no file '.*none.png'; expected a picture"):
         load(str(vit), image=tmp_path / "none.png")

@@ -122,13 +122,12 @@ def _load(
     if len(given) != 1:
         named = f"{' and '.join(given)} were" if given else "no input was"
         raise InputError(f"{named} given for {model!r}; expected one of --text, --image and --tokens")
-    if tokens is not None:
-        return _with_ids(load(model, text=["."], download=download), tokens, max_tokens)
-    return load(model, text=text, image=image, max_tokens=max_tokens, download=download)
+    ids = None if tokens is None else _read_ids(tokens)
+    return load(model, text=text, ids=ids, image=image, max_tokens=max_tokens, download=download)
 
 
-def _with_ids(loaded: LoadedModel, file: Path, max_tokens: int | None) -> LoadedModel:
-    """The model with token ids from a file in the place of its input."""
+def _read_ids(file: Path) -> list[list[int]]:
+    """Token ids from the lines of a file."""
     try:
         rows = [[int(word) for word in line.split()] for line in file.read_text(encoding="utf-8").splitlines()]
     except OSError as error:
@@ -137,15 +136,11 @@ def _with_ids(loaded: LoadedModel, file: Path, max_tokens: int | None) -> Loaded
         raise InputError(
             f"--tokens {str(file)!r} holds something other than numbers; expected lines of token ids"
         ) from None
-    rows = [row[:max_tokens] for row in rows if row]
+    rows = [row for row in rows if row]
     if not rows or len({len(row) for row in rows}) > 1:
         lengths = ", ".join(str(len(row)) for row in rows) or "no"
         raise InputError(f"--tokens {str(file)!r} has lines of {lengths} ids; expected lines of one length")
-    most = loaded.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    wrong = [i for row in rows for i in row if not 0 <= i < most]
-    if wrong:
-        raise InputError(f"--tokens {str(file)!r} has the id {wrong[0]}; {loaded.name!r} knows 0 to {most - 1}")
-    return replace(loaded, inputs={"input_ids": torch.tensor(rows)}, tokens=[[str(i) for i in row] for row in rows])
+    return rows
 
 
 def _demo() -> LoadedModel:

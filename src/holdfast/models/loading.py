@@ -71,6 +71,7 @@ def load(
     model: str,
     *,
     text: Sequence[str] | None = None,
+    ids: Sequence[Sequence[int]] | None = None,
     image: Pathlike | None = None,
     max_tokens: int | None = None,
     download: bool = False,
@@ -82,6 +83,7 @@ def load(
             `smollm2`, where their packages are installed; `timm:NAME`, `timm:NAME:FILE.safetensors` or
             `timm:NAME:random`.
         text: one or more texts, padded to one length.
+        ids: token ids in the place of a text, rows of one length; they need no tokenizer.
         image: an image file, which is resized to what the model takes.
         max_tokens: longer texts are cut to this many tokens; without it, too long a text is an error.
         download: whether missing files may be downloaded.
@@ -90,8 +92,8 @@ def load(
         >>> loaded = load("minilm", text=["A cat sat on the mat."])
         >>> layers = trace(loaded.model, loaded.inputs)
     """
-    if (text is None) == (image is None):
-        raise InputError(f"model {model!r} needs an input: a text or an image, one of the two")
+    if sum(given is not None for given in (text, ids, image)) != 1:
+        raise InputError(f"model {model!r} needs an input: a text, token ids or an image, one of them")
     check_counts(max_tokens=max_tokens)
     if model.startswith("timm:"):
         if image is None:
@@ -103,13 +105,15 @@ def load(
         config = transformers.AutoConfig.from_pretrained(**source.arguments(download))
         if image is not None and not hasattr(config, "image_size"):
             raise InputError(f"{model!r} ({config.model_type}) takes text, not an image")
-        if text is not None and not hasattr(config, "vocab_size"):
+        if image is None and not hasattr(config, "vocab_size"):
             raise InputError(f"{model!r} ({config.model_type}) takes an image, not text")
         options = source.arguments(download) | ({} if source.gguf else {"use_safetensors": True})
         network = transformers.AutoModel.from_pretrained(**options, config=config, dtype=torch.float32)
         network = network.eval().requires_grad_(False)
         if image is not None:
             return _with_image(model, network, source, image, download)
+        if ids is not None:
+            return _with_ids(model, network, [list(row[:max_tokens]) for row in ids])
         assert text is not None
         return _with_text(model, network, source, list(text), max_tokens, download)
 
@@ -186,6 +190,8 @@ def _with_text(
     tokenizer = require("transformers", "hf").AutoTokenizer.from_pretrained(
         **source.arguments(download), config=model.config
     )
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise InputError(f"{name!r} comes without the files of its tokenizer; add them, or give token ids")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     limit = min(tokenizer.model_max_length, _positions(model))
@@ -200,6 +206,14 @@ def _with_text(
     inputs = {key: torch.tensor(value) for key, value in encoded.items() if key in taken}
     tokens = [_pieces(tokenizer, encoded, i, text) for i, text in enumerate(texts)]
     return LoadedModel(name, model, inputs, tokens=tokens)
+
+
+def _with_ids(name: str, model: nn.Module, rows: list[list[int]]) -> LoadedModel:
+    most = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    wrong = [i for row in rows for i in row if not 0 <= i < most]
+    if wrong:
+        raise InputError(f"a token has the id {wrong[0]}; {name!r} knows 0 to {most - 1}")
+    return LoadedModel(name, model, {"input_ids": torch.tensor(rows)}, tokens=[[str(i) for i in row] for row in rows])
 
 
 def _positions(model: nn.Module) -> int:
