@@ -76,6 +76,15 @@ def test_quantisers_keep_their_rule(bits: int | None, per: str) -> None:
         assert bool(((rule(tiny * x) - tiny * x).abs() <= rule.error(tiny * x)).all())
 
 
+@pytest.mark.parametrize("off", [2.0**-25, 2.0**-30])
+@pytest.mark.parametrize("ulps", [0.5, 1.5, 3.5, 6.5, 7.5, 8.5])
+def test_fp8_of_what_float32_rounds_to_a_tie(ulps: float, off: float) -> None:
+    near = 2.0**-9 * ulps * torch.tensor([1 - off, 1 + off], dtype=torch.float64)
+    x = torch.cat([near, torch.tensor([448.0], dtype=torch.float64)]).unsqueeze(0)
+    rule = Quantiser(None)
+    assert bool(((rule(x) - x).abs() <= rule.error(x)).all())
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     ("keys", "values"), [("int8", "int8"), ("int4", "int2"), ("fp8", None), (None, "int4/channel")]
@@ -195,6 +204,24 @@ def test_no_result_is_not_a_number(name: str, size: float) -> None:
     for r in (holdfast.cache_error(layer, size * x, "int2", "int4"), _with_bounds(layer, x, size)):
         assert not any(bool(t.isnan().any()) for t in (r.value, r.heads, r.norms, r.lower, r.size))
         assert bool((r.value <= r.norms).all())
+
+
+def test_a_score_that_overflows_is_not_masked() -> None:
+    """Within its bound the second key falls below the first, whose score is no float64 number."""
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    low = -torch.finfo(torch.float64).max
+    layer = holdfast.AttentionLayer(
+        w_q=torch.zeros(1, 2, 1, dtype=torch.float64),
+        w_k=torch.tensor([[[1.0], [0.0]]], dtype=torch.float64),
+        w_v=torch.tensor([[[0.0], [1.0]]], dtype=torch.float64),
+        w_o=one,
+        b_q=one[0],
+        scale=1.0,
+        score_bias=torch.tensor([[low, -1.7e308]] * 2, dtype=torch.float64),
+    )
+    x = torch.tensor([[-1e300, 1.0], [0.0, -1.0]], dtype=torch.float64)
+    r = holdfast.cache_error(layer, x, keys=torch.tensor([[[0.0], [1e308]]], dtype=torch.float64), attack=False)
+    assert bool((r.value >= 2).all())
 
 
 def _with_bounds(layer: holdfast.AttentionLayer, x: Tensor, size: float) -> holdfast.CacheError:

@@ -78,6 +78,12 @@ def test_a_sum_that_falls_somewhere_does_not_change_places_with_a_maximum() -> N
     assert not rising(kinked + X.scaled(-0.7))
 
 
+def test_a_branch_on_values_gets_one_line_and_no_page_from_torch(capfd: pytest.CaptureFixture[str]) -> None:
+    model = Written(lambda self, z: self.h(z) if z.sum() > 0 else -self.h(z))
+    refused(model, torch.randn(4), "branches on the values of tensors")
+    assert capfd.readouterr().err == ""
+
+
 def inverse_root(z: Tensor) -> Tensor:
     return torch.rsqrt(z.square().mean(-1, keepdim=True) + 1e-5)
 

@@ -34,7 +34,7 @@ from holdfast.layers import (
 from holdfast.layers.attention.content import content_off, content_use
 from holdfast.layers.linear.manifold import direction, nearest_orthonormal
 from holdfast.layers.piece import LinearPiece, SmoothPiece
-from holdfast.layers.tokens.selection import Rearrangement
+from holdfast.layers.tokens.selection import Rearrangement, Selection
 from holdfast.linalg import Ball, MatrixOperator, upper
 from holdfast.linalg.arithmetic import Numerical, Proved
 from holdfast.models import VisionTransformer
@@ -258,6 +258,26 @@ def test_shares_of_neighbours_add_up_to_what_lies_on_the_grid():
     corner[0, 0] = 1.0  # a neighbour to the right has it at its left
     assert torch.allclose(around(inside).norm(), inside.norm())
     assert torch.allclose(around(corner).square().sum(), shares[[0, 1, 3, 4]].sum())
+
+
+def test_shares_that_underflow_can_be_trained() -> None:
+    around = Surroundings((3, 3), 2)
+    with torch.no_grad():
+        around.shares[4] = 200.0
+    around(torch.randn(1, 9, 2)).sum().backward()
+    assert around.shares.grad is not None
+    assert bool(torch.isfinite(around.shares.grad).all())
+
+
+@pytest.mark.parametrize("own", [0, 1, 1.5, math.nan])
+def test_the_own_share_is_between_0_and_1(own: float) -> None:
+    with pytest.raises(InputError, match=rf"own is {own}; expected a share above 0 and below 1"):
+        Surroundings((2, 2), 2, own)
+
+
+def test_an_index_of_floats_is_refused() -> None:
+    with pytest.raises(InputError, match=r"an index of torch.float32 \(2, 2\) does not choose"):
+        Selection(torch.zeros(2, 2), (2, 2))
 
 
 def test_a_weighted_convolution_starts_as_its_own_share():

@@ -192,7 +192,7 @@ class _CacheBound:
         scores = query @ keys.mT * layer.scale
         reach = up(reach, _SUMS)
         low, high = (layer.complete(Ball.exact(t)) for t in (scores.lower - reach, scores.upper + reach))
-        masked = high.mid == -torch.inf
+        masked = (high.mid == -torch.inf) & (high.rad == 0)  # a score that overflows counts
         #: (b…, h, n, 1) rows of one key: its probability is 1 whatever its score.
         self._alone = ((~masked).sum(-1, keepdim=True) == 1) & (layer.sinks is None)
         fixed = masked | self._alone

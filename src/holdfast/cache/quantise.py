@@ -14,6 +14,7 @@ from holdfast.linalg.rounding import FLOOR, up
 
 Per = Literal["channel", "token"]
 _LARGEST_FP8 = 448.0  # of torch.float8_e4m3fn
+_FLOAT32 = 2.0**-24  # what rounding to it may change, relatively
 _SLACK = 2.0**-40  # more than the float64 rounding of a step and of a product with it
 _LEAST = 2.0**-1000  # of steps and scales, so that these themselves are rounded without underflow
 
@@ -25,8 +26,9 @@ class Quantiser:
 
     Integers of `bits` bits: x is stored as round((x - least) / step), half to even, step = (largest - least) / (2^bits
     - 1), and read as least + step · integer; least and largest are those of a channel (over all tokens) or of a token.
-    So |read - x| <= step / 2. With bits None, fp8 (e4m3): x / s is rounded to the nearest such number, s the largest
-    |x| / 448; then |read - x| <= max(|x| / 16, s / 1024). Steps and s are at least 2⁻¹⁰⁰⁰.
+    So |read - x| <= step / 2. With bits None, fp8 (e4m3): x / s is rounded to float32, as torch does it, and then to
+    the nearest such number, s the largest |x| / 448; so |read - x| <= max(|x| / 16, s / 1024) + 2⁻²⁴ |x|. Steps and s
+    are at least 2⁻¹⁰⁰⁰.
 
     Args:
         bits: 1 to 16, or None for fp8.
@@ -59,7 +61,7 @@ class Quantiser:
         """A bound of |read - x| for every entry, rounded up."""
         if self.bits is None:
             scale = self._fp8_scale(x)
-            return up(torch.maximum(x.abs() / 16, scale / 1024), _SLACK)
+            return up(torch.maximum(x.abs() / 16, scale / 1024) + x.abs() * _FLOAT32, _SLACK)
         least, step = self._grid(x)
         # The sum least + step · integer is rounded once more.
         return (up(step / 2, _SLACK) + (x.abs() + least.abs() + step) * 2.0**-50 + FLOOR).expand_as(x)

@@ -71,10 +71,17 @@ class Selection(LinearPiece):
     pools = True
 
     def __init__(self, index: Int64[Tensor, "m c"], shape: tuple[int, int]) -> None:
-        if index.ndim != 2 or not index.numel() or int(index.min()) < -1 or int(index.max()) >= math.prod(shape):
-            raise InputError(f"an index of shape {tuple(index.shape)} does not choose entries of {shape}")
+        whole = index.dtype == torch.int64 and index.ndim == 2 and index.numel() > 0
+        if not whole or int(index.min()) < -1 or int(index.max()) >= math.prod(shape):
+            given = f"{index.dtype} {tuple(index.shape)}"
+            raise InputError(f"an index of {given} does not choose entries of {shape}")
         self.index, self.shape = index, shape
         self._places = places(index, math.prod(shape))
+
+    @property
+    def most(self) -> int:
+        """How often an entry stands in the output, at most."""
+        return len(self._places)
 
     def rows_behind(self, rows: Rows, n: int) -> Rows:
         entries = self.index[rows].flatten()
@@ -96,7 +103,7 @@ class Selection(LinearPiece):
         return back.reshape(*back.shape[:-1], *self.shape)
 
     def norm(self, a: Arithmetic[Array]) -> Array:
-        return a.lift(torch.tensor(float(len(self._places)), dtype=torch.float64)).sqrt()
+        return a.lift(torch.tensor(float(self.most), dtype=torch.float64)).sqrt()
 
 
 @final
@@ -127,7 +134,8 @@ class WeightedSelection(LinearPiece):
         return self._chosen.pull(u, c * weight(self._weights, u))
 
     def norm(self, a: Arithmetic[Array]) -> Array:
-        return a.lift(outward(self._chosen.pull(self._weights, self._weights.square()).amax(), 9)).sqrt()
+        squares = self._chosen.pull(self._weights, self._weights.square())
+        return a.lift(outward(squares.amax(), self._chosen.most)).sqrt()
 
 
 @final

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from holdfast.errors import InputError
 from holdfast.layers.module import Layer
 from holdfast.layers.piece import Piece
 from holdfast.layers.steepness import Steepness
@@ -34,6 +35,8 @@ class Surroundings(Layer):
 
     def __init__(self, grid: tuple[int, int], width: int, own: float = 0.75) -> None:
         super().__init__()
+        if not 0 < own < 1:
+            raise InputError(f"own is {own}; expected a share above 0 and below 1")
         self.grid, self.width = grid, width
         shares = torch.zeros(self.count, width)
         shares[self.count // 2] = math.log((self.count - 1) * own / (1 - own))
@@ -46,7 +49,7 @@ class Surroundings(Layer):
     @property
     def weights(self) -> Float[Tensor, "9 d"]:
         """Of the neighbours in the order of a kernel's entries, row by row; the token itself is the fifth."""
-        return self.shares.softmax(0).sqrt()
+        return (self.shares.log_softmax(0) / 2).exp()  # a root of softmax has no slope where it underflows
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens, row by row of the grid."""
