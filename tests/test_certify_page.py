@@ -72,6 +72,12 @@ def test_the_table_rounds_outward() -> None:
     assert "7 of 7 inputs. Median certified radius 0.2, of the attack 0.401." in " ".join(text.split())
 
 
+def test_print_shows_the_table() -> None:
+    text = str(made_up(7).table())
+    assert "accuracy under l2" in " ".join(text.split())
+    assert re.search(r"│ +0\.3 │ +28\.5 % │ +57\.2 % │", text)
+
+
 def test_a_table_shows_runs_side_by_side() -> None:
     console = Console(width=100)
     lofast = replace(made_up(7, method="lofast", factor=0.1), radii=(0.05,))

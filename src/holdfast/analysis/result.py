@@ -18,7 +18,8 @@ from holdfast.storage import Pathlike, write_text
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
-    from rich.table import Table
+
+    from holdfast.tables import Table
 
 SCHEMA = "holdfast.analysis/1"
 

@@ -8,7 +8,6 @@ from typing import Any, final
 import torch
 from jaxtyping import Float, Int
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
 from torch import Tensor
 
 from holdfast.attention import checks
@@ -17,6 +16,7 @@ from holdfast.attention.layer import AttentionLayer, split_heads
 from holdfast.attention.paths import paths
 from holdfast.attention.softmax import softmax_jacobian_norm
 from holdfast.linalg import MatrixOperator, estimate
+from holdfast.tables import Table
 
 _PATHS = ("value", "query", "key")
 

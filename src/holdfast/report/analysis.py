@@ -12,10 +12,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from holdfast.analysis.result import Analysis, Row, Rows
 from holdfast.report.numbers import down, nearest, up
+from holdfast.tables import Table
 
 _NAME = 16  # characters of a layer's name that fit on a line; the rest is folded
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from rich.table import Table
 from torch import Tensor
 
 from holdfast.errors import InputError
@@ -17,6 +16,7 @@ from holdfast.report.changes import changes
 from holdfast.report.html import script_data, template
 from holdfast.report.numbers import down, up
 from holdfast.results import LOSSES, CertificationRun, Target, at_least, at_most
+from holdfast.tables import Table
 
 _COLOURS = ("#0072b2", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9")
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
-from rich.table import Table
 from torch import Tensor
 
 from holdfast.analysis.layer import LayerReport
 from holdfast.report.numbers import down, up
 from holdfast.report.style import PALETTE, new_figure, save_figure
+from holdfast.tables import Table
 
 _STYLES = tuple(itertools.product(("-", "-.", ":"), PALETTE))  # a style of its own for every line
 _FIRST_ORDER = "‖DF(x)‖ eps"
