@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -16,13 +18,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import parametrizations
 
 from certify_cases import Deadly, exact_radii, labelled, linear_network, rows, starve
 from holdfast import HoldfastError, InputError, SoundnessError
 from holdfast.certification import MinimalAttack, Shard, certify, merge, read
 from holdfast.certification.store import write
+from holdfast.data import Dataset
+from holdfast.executors.pickling import let_pickle
 from holdfast.layers.linear.piece import Affine
 from holdfast.layers.piece import Piece
+from holdfast.models import Transformer, config
 from holdfast.network.digest import weights_digest
 from holdfast.network.network import Head, Network
 from holdfast.results import Certificate, CertificationRun, RadiusEstimate
@@ -329,6 +335,24 @@ def test_workers_do_the_same_and_share_a_file(tmp_path: Path) -> None:
     run(path, limit=None, progress=_stop_after(6), batch=3)
     found = run(path, workers=2, batch=4)
     assert same(found, run(None))
+
+
+def test_models_with_parametrizations_are_sent_to_workers() -> None:
+    torch.manual_seed(0)
+    model = Transformer(config("digits-patches"))
+    parametrizations.spectral_norm(model.attentions[0].query)  # torch's own, which has buffers
+    model.eval()
+    images = torch.rand(4, 1, 8, 8)
+    data = Dataset("noise", "test", images, model(images).argmax(1), torch.arange(4), "unknown")
+    here, there = (certify(model, data, 0.01, "gains", workers=workers) for workers in (1, 2))
+    assert [one.radius for one in here.records] == [one.radius for one in there.records]
+    assert all(one.radius > 0 for one in here.records)
+    arrived = pickle.loads(pickle.dumps(model))
+    let_pickle(arrived)
+    again = pickle.loads(pickle.dumps(arrived))
+    for copied in (arrived, again, copy.deepcopy(arrived)):
+        assert torch.equal(copied(data.inputs), model(data.inputs))
+        assert set(copied.state_dict()) == set(model.state_dict())
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from holdfast.certification.examine import examine
 from holdfast.certification.examples import Batch
 from holdfast.certification.settings import Settings
 from holdfast.executors import Emit, Task, Work
+from holdfast.executors.pickling import let_pickle
 from holdfast.graph import Readings
 from holdfast.network.network import Network
 
@@ -31,6 +32,10 @@ class Examination(Task[Batch]):
     settings: Settings
     device: str = "cpu"
     readings: Readings = field(default_factory=Readings)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model, nn.Module):
+            let_pickle(self.model)
 
     def start(self) -> Work[Batch]:
         def work(batch: Batch, emit: Emit) -> None:
