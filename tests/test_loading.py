@@ -100,6 +100,9 @@ def test_token_ids_need_no_tokenizer(bert: Path, tmp_path: Path) -> None:
     assert loaded.tokens == [["1", "2"], ["4", "5"]]
     with pytest.raises(InputError, match=r"a token has the id 100000; .* knows 0 to"):
         load(str(tmp_path), ids=[[100000]])
+    for rows in ([], [[]], [[1, 2], [3]]):
+        with pytest.raises(InputError, match=r"ids has rows of \[.*\] tokens; expected rows of one length"):
+            load(str(tmp_path), ids=rows)
     with pytest.raises(InputError, match="comes without the files of its tokenizer; add them, or give token ids"):
         load(str(tmp_path), text=["a"])
 

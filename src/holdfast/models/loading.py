@@ -209,6 +209,8 @@ def _with_text(
 
 
 def _with_ids(name: str, model: nn.Module, rows: list[list[int]]) -> LoadedModel:
+    if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
+        raise InputError(f"ids has rows of {[len(row) for row in rows]} tokens; expected rows of one length")
     most = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     wrong = [i for row in rows for i in row if not 0 <= i < most]
     if wrong:

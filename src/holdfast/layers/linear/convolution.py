@@ -45,7 +45,6 @@ class Convolution(Layer):
         weighted: bool = False,
     ) -> None:
         super().__init__()
-        self.grid = grid
         self.around = Surroundings(grid, d_in) if weighted else Neighbourhoods(grid, d_in)
         self.map = Linear(self.around.count * d_in, d_out, kind=kind)
         if weighted and d_in == d_out:
@@ -58,7 +57,7 @@ class Convolution(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """Tokens, row by row of the grid."""
         kernel = self.map.weight.reshape(-1, 3, 3, self.around.width)
-        square = x.reshape(-1, *self.grid, self.around.width)
+        square = x.reshape(-1, *self.around.grid, self.around.width)
         if isinstance(self.around, Surroundings):
             kernel, beyond = kernel * self.around.weights.reshape(3, 3, -1), 1
         else:

@@ -120,10 +120,6 @@ class Linear(nn.Linear, Layer):
         elif kind == "sll":
             parametrize.register_parametrization(self, "weight", SllRescaling(d_out, d_in, norm))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens (b, n, d)."""
-        return super().forward(x)
-
     @property
     def gain(self) -> float:
         return self._gain
